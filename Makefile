@@ -1,0 +1,77 @@
+# Every target works in a fresh clone: the first one makes .venv, and so does the next one after
+# pyproject.toml has changed. Paths are relative, so a folder whose name has spaces will do.
+
+PYTHON ?=
+JOBS ?= 2
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+# The first candidate that is new enough and can make a virtual environment.
+fits := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))
+candidates = $(if $(PYTHON),echo "$(PYTHON)",printf '%s\n' python3.14 python3.13 python3.12 \
+    python3; ls -d ~/.pyenv/versions/*/bin/python | sort -rV)
+found = $(shell { $(candidates); } 2>/dev/null | while read -r python; do \
+    "$$python" -c '$(fits)' </dev/null >/dev/null 2>&1 && echo "$$python" && break; done)
+
+# A PYTHON= that will not do is refused even when .venv is there already.
+ifneq ($(strip $(PYTHON)),)
+ifeq ($(found),)
+$(error PYTHON=$(PYTHON) $(or $(shell "$(PYTHON)" --version 2>&1 </dev/null | sed -n \
+    '1s/^Python/is Python/p'),does not run): jaxkv needs Python 3.12 or newer with venv)
+endif
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-all check format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo "PYTHON=python3.13 names the Python of a new .venv, JOBS=4 the test processes,"
+	@echo "ARGS='-k pool' adds arguments to pytest."
+
+setup: $(READY) ## make .venv and install jaxkv into it, with the tools that the targets below need
+
+demo: $(READY) ## decode five prompts at once with SmolLM2-135M (fetched once, 93 MB)
+	@$(RUN) scripts decode \
+	    "What is a KV cache, and why does a transformer need one?" \
+	    "Name three rivers of Europe." \
+	    "Write a haiku about paging." \
+	    "What is 17 times 6?" \
+	    "Explain in two sentences why the sky is blue."
+
+test: $(READY) ## run the tests, but for the slow ones
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+
+test-all: $(READY) ## run every test
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+check: $(READY) ## lint, formatting, types, and which package may import which
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright --pythonpath $(RUN)
+	$(RUN) -m pytest -q tests/test_layering.py
+
+format: $(READY) ## put the sources into the form that `check` wants
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean: ## remove .venv and the tools' caches (models stay in the user's cache folder)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+$(RUN):
+	$(eval python := $(found))
+	$(if $(python),,$(error found no Python 3.12 or newer with venv: install one, such as your \
+	    system's python3.13 and python3.13-venv, or name one with PYTHON=))
+	@echo "making $(VENV) with $(python)"
+	@"$(python)" -m venv --clear $(VENV)
+
+# ensurepip repairs a .venv whose making was cut short.
+$(READY): pyproject.toml | $(RUN)
+	@echo "installing jaxkv and its tools into $(VENV): a minute or two"
+	@$(RUN) -m ensurepip >/dev/null
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

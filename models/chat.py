@@ -1,0 +1,145 @@
+"""Chat templates: messages to the prompt text that a model was trained on.
+
+A template is Jinja source that comes with the weights, from whoever made the file, so it runs in
+Jinja's sandbox. The environment is that of Hugging Face's `apply_chat_template`, which templates
+are written for. Not here: tokenizing the text (pass `add_special_tokens=False`: templates write
+their own BOS).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from models.errors import ModelError
+
+Message = Mapping[str, Any]
+
+
+def render_chat(
+    template: str | None,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    bos_token: str = "",
+    eos_token: str = "",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    now: Callable[[], datetime] = datetime.now,
+) -> str:
+    """Renders a conversation.
+
+    Args:
+      template: Jinja source, `Tokenizer.chat_template`.
+      messages: at least one; each has a `role`, and `content` or `tool_calls`.
+      add_generation_prompt: ends with the opening of the assistant's turn.
+      bos_token: text that the template may put first.
+      eos_token: text that the template may put after a turn.
+      tools: JSON schemas of functions the model may call.
+      variables: whatever else the template reads, such as `enable_thinking`.
+      now: the clock of templates that write the date.
+
+    Raises:
+      ModelError: there is no template, a message is malformed, or the template is malformed,
+        refuses the messages, or reaches for what the sandbox forbids.
+    """
+    if template is None:
+        raise ModelError("the model has no chat template; give it plain text, or pass a template")
+    _check_messages(messages)
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    values = {
+        **(variables or {}),
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+    }
+    try:
+        return environment.from_string(template).render(values)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(
+            f"the chat template is malformed at line {error.lineno}: {_line(error)}"
+        ) from None
+    except SecurityError as error:
+        raise ModelError(f"the chat template is unsafe and was stopped: {_line(error)}") from None
+    except _Refused as error:
+        raise ModelError(f"the chat template refuses these messages: {_line(error)}") from None
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise ModelError(
+            f"the chat template fails on these messages: {type(error).__name__}: {_line(error)}"
+        ) from None
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise ModelError("the conversation has no messages; give at least one")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ModelError(f"message {index} is {message!r:.40}, not an object with a role")
+        if not isinstance(message.get("role"), str):
+            raise ModelError(f"message {index} has no role; give it one, such as 'user'")
+        content = message.get("content")
+        if content is None and "tool_calls" in message:
+            continue
+        if not isinstance(content, str | list):
+            raise ModelError(f"message {index} ({message['role']}) has no content; give it text")
+
+
+class _Refused(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox that stops at a forbidden attribute, where Jinja's own would write nothing."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise SecurityError(f"it asks for {attribute!r} of a {type(obj).__name__}")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`, which marks the assistant's words for training: here, only its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Refused(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; Jinja's own filter escapes it for HTML, which no model was trained on."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,36 @@
+"""Checkpoints on disk behind one interface: Hugging Face directories and GGUF files.
+
+`open_checkpoint(path)` picks the form. Reading streams tensor by tensor (`base.Checkpoint`).
+
+Not here: checkpoints of our own, which Orbax writes, and the names of models that are fetched.
+"""
+
+from pathlib import Path
+
+from models.checkpoints.base import Checkpoint, CheckpointTensor
+from models.checkpoints.gguf_reader import open_gguf_checkpoint
+from models.checkpoints.safetensors_dir import open_safetensors
+from models.errors import ModelError
+
+__all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint"]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a directory of `config.json` and `.safetensors` files, or a `.gguf` file.
+
+    Raises:
+      ModelError: `path` is neither, or what is there cannot be used.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ModelError(f"{path}: has no config.json, so it is not a Hugging Face model")
+        return open_safetensors(path)
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or directory")
+    if path.suffix != ".gguf":
+        raise ModelError(
+            f"{path}: not a model: looked for a directory with config.json and .safetensors files, "
+            "or a file that ends in .gguf"
+        )
+    return open_gguf_checkpoint(path)

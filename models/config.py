@@ -1,0 +1,122 @@
+"""What a decoder computes, as one frozen type that every checkpoint form is read into.
+
+Not here: how the keys of a `config.json` or a GGUF file are read (`models.checkpoints`), nor the
+decoder itself (`models.decoder`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's frequency bands: low ones divided by `factor`, high ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): interpolated low, kept high frequencies, rotations times `attention_factor`."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float
+    truncate: bool = True
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of one layer: the base, and how positions beyond training are scaled."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """What differs between the layers of one decoder.
+
+    Attributes:
+      window: keys a query sees, itself included; None sees all.
+      rope: the layer's rotary embedding.
+    """
+
+    window: int | None
+    rope: RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The attention of every layer.
+
+    Attributes:
+      num_heads: H, query heads.
+      num_kv_heads: K, KV heads; divides H.
+      head_dim: D.
+      scale: factor on q.k before the softmax.
+      qkv_bias: the q, k and v projections carry a bias.
+      qk_norm: RMS norm over D on q and k, before RoPE.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap); None leaves them.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama, Mistral, Qwen or Gemma families.
+
+    Attributes:
+      family: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2` or `gemma3`; a name, never a switch
+        in the maths.
+      vocab_size: V.
+      width: E, the residual stream.
+      mlp_width: F.
+      layers: one entry a layer.
+      attention: shared by all layers.
+      max_positions: longest sequence the model was made for, in tokens.
+      rms_eps: epsilon of every RMS norm.
+      activation: of the gated MLP.
+      post_norms: a norm after attention and after the MLP too, before the residual sum (Gemma).
+      embedding_scale: factor on token embeddings (Gemma: sqrt(E)).
+      logit_soft_cap: soft cap on the output logits; None leaves them.
+      tied_embeddings: the output head is the embedding table.
+    """
+
+    family: str
+    vocab_size: int
+    width: int
+    mlp_width: int
+    layers: tuple[LayerConfig, ...]
+    attention: AttentionConfig
+    max_positions: int
+    rms_eps: float
+    activation: Activation = "silu"
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    tied_embeddings: bool = True

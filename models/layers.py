@@ -1,0 +1,96 @@
+"""The parts of a decoder layer, as Flax NNX modules: plain trees of parameters and a call.
+
+Weights are `[out, in]`, as checkpoints have them; projections that read the same input are one
+matrix, so that a decode step streams each weight once with as few products as can be. Norm
+weights stay float32. Not here: the cache, which passes by from outside.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from models.config import Activation, ModelConfig
+
+# XLA's CPU products of a few rows are much faster with the weight on the left: from 2 rows, where
+# it stops being a matrix-vector product, to where packing the weight no longer shows.
+CPU_WEIGHT_FIRST_ROWS = range(2, 33)
+
+
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns `x [T, in]` times the transpose of `weight [out, in]`."""
+    if x.shape[0] in CPU_WEIGHT_FIRST_ROWS and jax.default_backend() == "cpu":
+        # The barriers keep XLA from turning the product around again.
+        columns = jax.lax.optimization_barrier(x.T)
+        return jax.lax.optimization_barrier(weight @ columns).T
+    return jnp.einsum("ti,oi->to", x, weight)
+
+
+class Linear(nnx.Module):
+    """An affine map over the last axis."""
+
+    def __init__(self, shape: tuple[int, int], *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        out_features, in_features = shape
+        scale = in_features**-0.5
+        self.weight = nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = project(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RmsNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.weight = nnx.Param(jnp.ones(size, jnp.float32))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * scale * self.weight[...]).astype(x.dtype)
+
+
+class Mlp(nnx.Module):
+    """Gated MLP: `down(activation(gate(x)) * up(x))`; gate and up are one matrix `[2F, E]`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        E, F = config.width, config.mlp_width
+        self.gate_up = Linear((2 * F, E), bias=False, dtype=dtype, rngs=rngs)
+        self.down = Linear((E, F), bias=False, dtype=dtype, rngs=rngs)
+        self.activation: Activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        if self.activation == "silu":
+            return self.down(jax.nn.silu(gate) * up)
+        return self.down(jax.nn.gelu(gate, approximate=True) * up)
+
+
+class AttentionProjections(nnx.Module):
+    """What surrounds the attention itself: q, k, v (one matrix `[(H + 2K) D, E]`), norms, output."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        attention = config.attention
+        H, K, D = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        self.head_counts = (H, K, K)
+        shape = ((H + 2 * K) * D, config.width)
+        self.qkv = Linear(shape, bias=attention.qkv_bias, dtype=dtype, rngs=rngs)
+        self.out = Linear((config.width, H * D), bias=False, dtype=dtype, rngs=rngs)
+        self.q_norm = RmsNorm(D, config.rms_eps) if attention.qk_norm else None
+        self.k_norm = RmsNorm(D, config.rms_eps) if attention.qk_norm else None
+
+    def heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Projects `[T, E]` to q `[T, H, D]`, k and v `[T, K, D]`, normed, not yet rotated."""
+        H, K, _ = self.head_counts
+        heads = self.qkv(x).reshape(x.shape[0], sum(self.head_counts), -1)
+        q, k, v = jnp.split(heads, (H, H + K), axis=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def merge(self, attended: jax.Array) -> jax.Array:
+        """Projects `[T, H, D]` back to `[T, E]`."""
+        return self.out(attended.reshape(attended.shape[0], -1))

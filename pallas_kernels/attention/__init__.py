@@ -1,0 +1,3 @@
+"""Attention of ragged queries over paged keys and values."""
+
+from pallas_kernels.attention.api import ragged_paged_attention as ragged_paged_attention

@@ -1,0 +1,118 @@
+"""Ragged paged attention: the public call, its checks, and the choice of a backend.
+
+Not here: any arithmetic (see `reference` for what is computed, `xla` for how it is made fast).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention import reference, xla
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.ragged import Ragged
+from pallas_kernels.checks import FLOATS, check_pages, require
+from pallas_kernels.pages import Pages
+
+BACKENDS = {
+    "reference": reference.ragged_paged_attention,
+    "xla": xla.ragged_paged_attention,
+}
+PREFERENCE = {platform: ("xla",) for platform in ("cpu", "gpu", "tpu")}
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    pages: Pages,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
+    query_tile: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention of ragged queries over paged keys and values.
+
+    Query i of sequence b sits at position `kv_lens[b] - n_b + i`, where n_b is its number of
+    queries, and sees the keys at positions up to its own. K and V of this step are already in the
+    pages. H // K query heads share each KV head (GQA, MQA; MHA where H == K).
+
+    Entries of `page_table` past a sequence's pages, or wholly outside the window of its queries,
+    may hold anything, and NaN in a slot that no query sees never reaches an output.
+
+    Args:
+      q: `[T, H, D]` float32, bfloat16 or float16, all sequences concatenated, padding last.
+      pages: K and V, K heads of dimension D, any of the float types.
+      page_table: `[B, M]` int32, logical page to physical page.
+      kv_lens: `[B]` int32, tokens in the cache, this step's included; at most M * P.
+      query_starts: `[B + 1]` int32, ascending from 0; `query_starts[B]` on is padding.
+      scale: factor on q.k.
+      window: keys a query sees, itself included: those at positions > p - window.
+      sinks: `[H]` float32, one more logit a head in the softmax's denominator.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, before masks and sinks.
+      query_tile: rows that the `xla` backend works on together. None picks by T and B; a fixed
+        value makes a row's bits independent of what else is in the batch.
+      return_lse: also return the log of the softmax's denominator (sink included).
+      backend: `reference`, `xla`, or None for the best on this platform.
+
+    Returns:
+      `out [T, H, D]` in q's dtype, accumulated in float32; with `return_lse` also `lse [T, H]`
+      float32, natural log. A row that sees no key has out 0 and lse -inf (lse is the sink where
+      there is one); a padding row has out 0 and lse -inf.
+
+    Raises:
+      ValueError: a shape, dtype or size that does not fit, naming the dimension.
+    """
+    options = AttentionOptions(
+        scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile
+    )
+    _check_arrays(q, pages, page_table, kv_lens, query_starts, sinks)
+    _check_options(options)
+    run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend)
+    ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts)
+    out, lse = run(q, pages, page_table, ragged, sinks, options)
+    return (out, lse) if return_lse else out
+
+
+def _check_arrays(
+    q: jax.Array,
+    pages: Pages,
+    page_table: jax.Array,
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    sinks: jax.Array | None,
+) -> None:
+    check_pages(pages)
+    require(q.ndim == 3, f"q must be [T, H, D], got {q.shape}")
+    require(q.dtype in FLOATS, f"q must be float32, bfloat16 or float16, got {q.dtype}")
+    _, H, D = q.shape
+    K = pages.num_kv_heads
+    require(pages.head_dim == D, f"D of q is {D}, of the pages {pages.head_dim}")
+    require(H % K == 0, f"H = {H} query heads are not a multiple of K = {K} KV heads")
+    require(page_table.ndim == 2, f"page_table must be [B, M], got {page_table.shape}")
+    B, M = page_table.shape
+    require(B >= 1 and M >= 1, f"page_table needs B >= 1 and M >= 1, got {page_table.shape}")
+    require(kv_lens.shape == (B,), f"kv_lens must be [B] = [{B}], got {kv_lens.shape}")
+    require(
+        query_starts.shape == (B + 1,),
+        f"query_starts must be [B + 1] = [{B + 1}], got {query_starts.shape}",
+    )
+    for name, array in (
+        ("page_table", page_table),
+        ("kv_lens", kv_lens),
+        ("query_starts", query_starts),
+    ):
+        require(array.dtype == jnp.int32, f"{name} must be int32, got {array.dtype}")
+    if sinks is not None:
+        require(sinks.shape == (H,), f"sinks must be [H] = [{H}], got {sinks.shape}")
+        require(sinks.dtype == jnp.float32, f"sinks must be float32, got {sinks.dtype}")
+
+
+def _check_options(options: AttentionOptions) -> None:
+    for name in ("window", "soft_cap", "query_tile"):
+        value = getattr(options, name)
+        require(value is None or value > 0, f"{name} must be positive or None, got {value}")

@@ -1,0 +1,55 @@
+"""Ragged paged attention, naive and in float32: what every other backend is held against.
+
+Each query row gathers the whole table row of its sequence, masks, and takes one softmax. Nothing
+is tiled, skipped or merged, so its cost grows with the table's width: not for use in a model.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.ragged import PADDING, Ragged
+from pallas_kernels.online_softmax import finite_or_zero
+from pallas_kernels.pages import Pages
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    pages: Pages,
+    page_table: jax.Array,
+    ragged: Ragged,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
+    T, H, D = q.shape
+    K, P, M = pages.num_kv_heads, pages.page_size, page_table.shape[1]
+    seq, position = ragged.rows(T)  # [T], [T]
+
+    slot = jnp.arange(M * P, dtype=jnp.int32)
+    visible = (slot[None] <= position[:, None]) & (slot[None] < ragged.kv_lens[seq][:, None])  # [T, S]
+    if options.window is not None:
+        visible &= slot[None] > position[:, None] - options.window
+
+    kv = pages.tokens(page_table[seq][:, slot // P], slot % P)  # [T, S, K, 2, D]
+    # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
+    kv = jnp.where(visible[:, :, None, None, None], kv.astype(jnp.float32), 0.0)
+
+    grouped = q.astype(jnp.float32).reshape(T, K, H // K, D)
+    logits = jnp.einsum("tkgd,tskd->tkgs", grouped, kv[:, :, :, 0], precision="highest")
+    logits = logits * options.scale
+    if options.soft_cap is not None:
+        logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+    logits = jnp.where(visible[:, None, None, :], logits, -jnp.inf)
+    if sinks is None:
+        sink = jnp.full((T, K, H // K, 1), -jnp.inf, jnp.float32)
+    else:
+        real = (position != PADDING)[:, None]
+        sink = jnp.where(real, sinks[None], -jnp.inf).reshape(T, K, H // K, 1)
+
+    m = finite_or_zero(jnp.maximum(logits.max(axis=-1, keepdims=True), sink))
+    weights = jnp.exp(logits - m)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - m)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    out = jnp.einsum("tkgs,tskd->tkgd", weights, kv[:, :, :, 1], precision="highest")
+    return out.reshape(T, H, D).astype(q.dtype), (m + jnp.log(total)).reshape(T, H)

@@ -1,0 +1,211 @@
+"""Ragged paged attention in plain XLA: flash attention over tiles of queries and chunks of keys.
+
+Queries are cut into tiles of `query_tile` rows, a tile never crossing a sequence, and the G heads
+that share a KV head join the rows of its products, so no K or V is repeated. Tiles are taken in
+groups; a group walks the chunks of KV_CHUNK keys that its rows can see, with an online softmax,
+and stops after the last one:
+
+    group of tiles    rows 0..63 of seq 3 | rows 0..0 of seq 4 | ...
+    trip j            chunk first(tile) + j of each tile's own keys, gathered through the page table
+
+Both loops have bounds that are data, so the work follows the live tokens (and the window), never
+the table's width. Chunks begin at multiples of KV_CHUNK whatever the page size: a row's sum is
+always cut at the same places. Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
+
+Not here: checks of the arguments (`api`).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.ragged import PADDING, Ragged, owner
+from pallas_kernels.online_softmax import finite_or_zero
+from pallas_kernels.pages import Pages
+
+KV_CHUNK = 128  # keys a trip
+GROUP_ROWS = 128  # query rows a group of many-row tiles
+GROUP_DECODE = 32  # tiles a group when each is one row
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    pages: Pages,
+    page_table: jax.Array,
+    ragged: Ragged,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
+    T, H, D = q.shape
+    B, K = page_table.shape[0], pages.num_kv_heads
+    tile = options.query_tile or (1 if T <= B else 64)
+    tiles = _Tiles.plan(ragged, T, tile, options.window)
+    group = min(tiles.count, max(1, GROUP_ROWS // tile) if tile > 1 else GROUP_DECODE)
+    num_groups = -(-tiles.count // group)
+    sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+
+    def attend_group(g, outputs):
+        part = tiles.group(g * group, group)
+        rows = part.first_row[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]  # [W, tile]
+        _, position = ragged.place(rows, part.seq[:, None])
+        grouped = q.at[rows].get(mode="clip").reshape(group, tile, K, H // K, D)
+        grouped = grouped.astype(jnp.float32) * options.scale
+        state = _walk_chunks(grouped, position, pages, page_table[part.seq], part, options)
+        out, lse = _finish(state, position, sink.reshape(K, 1, H // K))
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(whole, new, g * group, axis=0)
+            for whole, new in zip(outputs, (out, lse), strict=True)
+        )
+
+    shape = (num_groups * group, K, tile, H // K)
+    outputs = jnp.zeros((*shape, D), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
+    live = -(-tiles.num_live // group)
+    if num_groups == 1:
+        outputs = attend_group(0, outputs)
+    else:
+        outputs = jax.lax.fori_loop(0, live, attend_group, outputs)
+
+    seq, position = ragged.rows(T)
+    place = jnp.arange(T, dtype=jnp.int32) - ragged.query_starts[seq]  # row within its sequence's queries
+    index = jnp.clip(tiles.starts[seq] + place // tile, 0, tiles.count - 1), place % tile
+    out, lse = (x[index[0], :, index[1]].reshape(T, H, *x.shape[4:]) for x in outputs)
+    padding = position == PADDING
+    out = jnp.where(padding[:, None, None], 0.0, out)
+    return out.astype(q.dtype), jnp.where(padding[:, None], -jnp.inf, lse)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles of query rows, or a group of them.
+
+    Attributes:
+      count: static number of tiles, the most that T rows of B sequences can need.
+      num_live: int32 scalar, tiles in use; they come first.
+      starts: `[B + 1]` int32, first tile of each sequence.
+      seq: `[count]` int32, the sequence; 0..B-1.
+      first_row: `[count]` int32, first row.
+      low, high: `[count]` int32, keys [low, high) hold all that any row of the tile sees;
+        empty for a tile that is not in use.
+    """
+
+    count: int
+    num_live: jax.Array
+    starts: jax.Array
+    seq: jax.Array
+    first_row: jax.Array
+    low: jax.Array
+    high: jax.Array
+
+    @classmethod
+    def plan(cls, ragged: Ragged, T: int, tile: int, window: int | None) -> "_Tiles":
+        B = ragged.kv_lens.shape[0]
+        count = T if tile == 1 else min(T, T // tile + B)
+        query_lens = ragged.query_starts[1:] - ragged.query_starts[:-1]
+        ends = jnp.cumsum(-(-query_lens // tile), dtype=jnp.int32)
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        index = jnp.arange(count, dtype=jnp.int32)
+        seq = owner(starts, index)
+        live = seq < B
+        seq = jnp.minimum(seq, B - 1)
+        first_row = ragged.query_starts[seq] + (index - starts[seq]) * tile
+        end_row = jnp.minimum(first_row + tile, ragged.query_starts[seq + 1])
+        offset = ragged.kv_lens[seq] - ragged.query_starts[seq + 1]  # position minus row
+        high = jnp.where(live, jnp.maximum(offset + end_row, 0), 0)
+        low = jnp.zeros_like(high)
+        if window is not None:
+            low = jnp.clip(offset + first_row - window + 1, 0, high)
+        return cls(count, starts[-1], starts, seq, first_row, low, high)
+
+    def group(self, start: jax.Array | int, size: int) -> "_Tiles":
+        """Tiles `[start, start + size)`; those past `count` are empty."""
+
+        def cut(x: jax.Array) -> jax.Array:
+            return x.at[start + jnp.arange(size, dtype=jnp.int32)].get(mode="fill", fill_value=0)
+
+        return _Tiles(
+            size,
+            self.num_live,
+            self.starts,
+            cut(self.seq),
+            cut(self.first_row),
+            cut(self.low),
+            cut(self.high),
+        )
+
+
+def _walk_chunks(
+    q: jax.Array,
+    position: jax.Array,
+    pages: Pages,
+    table: jax.Array,
+    tiles: _Tiles,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Online softmax of a group of tiles over all chunks that they see.
+
+    Args:
+      q: `[W, tile, K, G, D]` float32, scaled.
+      position: `[W, tile]` int32.
+      table: `[W, M]` int32, the page table row of each tile's sequence.
+
+    Returns:
+      Running maximum and sum of exponentials `[W, K, tile, G]`, weighted sum of V
+      `[W, K, tile, G, D]`.
+    """
+    W, tile, K, G, D = q.shape
+    P, M = pages.page_size, table.shape[1]
+    q = q.transpose(0, 2, 1, 3, 4).reshape(W, K, tile * G, D)
+    first = tiles.low // KV_CHUNK
+    trips = jnp.max(-(-tiles.high // KV_CHUNK) - first)
+
+    def trip(j, state):
+        m, total, acc = state
+        slot = (first + j)[:, None] * KV_CHUNK + jnp.arange(KV_CHUNK, dtype=jnp.int32)[None]  # [W, C]
+        page = jnp.take_along_axis(table, jnp.minimum(slot // P, M - 1), axis=1)
+        kv = pages.tokens(page, slot % P).astype(jnp.float32)  # [W, C, K, 2, D]
+        seen = (slot >= tiles.low[:, None]) & (slot < tiles.high[:, None])
+        # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
+        kv = jnp.where(seen[:, :, None, None, None], kv, 0.0).transpose(0, 2, 3, 1, 4)
+
+        logits = _batched_dot(q, kv[:, :, 0], contract=(3, 3)).reshape(W, K, tile, G, KV_CHUNK)
+        if options.soft_cap is not None:
+            logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+        visible = slot[:, None] <= position[:, :, None]  # [W, tile, C]
+        if options.window is not None:
+            visible &= slot[:, None] > position[:, :, None] - options.window
+        logits = jnp.where(visible[:, None, :, None], logits, -jnp.inf)
+
+        m_new = jnp.maximum(m, logits.max(axis=-1))
+        finite = finite_or_zero(m_new)
+        weights = jnp.exp(logits - finite[..., None])
+        decay = jnp.exp(m - finite)
+        flat = weights.reshape(W, K, tile * G, KV_CHUNK)
+        partial = _batched_dot(flat, kv[:, :, 1], contract=(3, 2)).reshape(W, K, tile, G, D)
+        return m_new, total * decay + weights.sum(axis=-1), acc * decay[..., None] + partial
+
+    shape = (W, K, tile, G)
+    zeros = jnp.zeros((*shape, D), jnp.float32)
+    state = jnp.full(shape, -jnp.inf, jnp.float32), zeros[..., 0], zeros
+    return jax.lax.fori_loop(0, trips, trip, state)
+
+
+def _batched_dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Products of `[W, K, ...]` arrays over the named axes, batched over W and K, in float32."""
+    dims = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, dims, precision=jax.lax.Precision.HIGHEST)
+
+
+def _finish(
+    state: tuple[jax.Array, jax.Array, jax.Array], position: jax.Array, sink: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Normalises a group; the sink `[K, 1, G]` joins the denominator here, once."""
+    m, total, acc = state
+    sink = jnp.where((position == PADDING)[:, None, :, None], -jnp.inf, sink[None])
+    m_new = finite_or_zero(jnp.maximum(m, sink))
+    decay = jnp.exp(m - m_new)
+    total = total * decay + jnp.exp(sink - m_new)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    return acc * (decay / safe)[..., None], m_new + jnp.log(total)

@@ -1,0 +1,40 @@
+"""Softmax in parts: attention over disjoint sets of keys, merged exactly.
+
+A part is its normalised output and the log of its sum of exponentials (natural log). An empty part
+has output 0 and lse -inf, and is the identity of the merge. Source: Milakov and Gimelshein,
+arXiv 1805.02867; Rabe and Staats, arXiv 2112.05682.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def finite_or_zero(x: jax.Array) -> jax.Array:
+    """Replaces -inf by 0, so that `exp(-inf - x)` is 0 and never NaN where a row has no key yet."""
+    return jnp.where(jnp.isneginf(x), 0.0, x)
+
+
+def merge_partials(
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Merges attention over two disjoint sets of keys into attention over their union.
+
+    Args:
+      out_a: `[..., D]` normalised output over the first set.
+      lse_a: `[...]` float32, natural log of its sum of exponentials; -inf where it is empty.
+      out_b: like `out_a`, over the second set.
+      lse_b: like `lse_a`.
+
+    Returns:
+      `(out, lse)`: `[..., D]` in `out_a`'s dtype and `[...]` float32; 0 and -inf where both are
+      empty. A sink must have been given to one of the two calls only.
+    """
+    m = finite_or_zero(jnp.maximum(lse_a, lse_b))
+    weight_a, weight_b = jnp.exp(lse_a - m), jnp.exp(lse_b - m)
+    total = weight_a + weight_b
+    safe = jnp.where(total == 0.0, 1.0, total)
+    out = (
+        out_a.astype(jnp.float32) * (weight_a / safe)[..., None]
+        + out_b.astype(jnp.float32) * (weight_b / safe)[..., None]
+    )
+    return out.astype(out_a.dtype), m + jnp.log(total)

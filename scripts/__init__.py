@@ -1,0 +1,1 @@
+"""Thin command-line mains over the library: `python scripts` lists them."""

@@ -1,0 +1,102 @@
+"""What the mains share: one line for a user's mistake, progress bars, sizes, the compilation cache.
+
+Not here: anything a library user could want; the mains are thin, and so is this.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from tqdm import tqdm
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line.
+
+    Args:
+      command: the words after `python scripts`.
+      description: the main's docstring; the help shows it as it is written.
+    """
+
+    def __init__(self, command: str, description: str | None):
+        super().__init__(
+            prog=f"python scripts {command}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message} (--help tells the arguments)\n")
+
+
+def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Returns the exit code of `main(argv)`; a user's mistake becomes one line on stderr and 2.
+
+    Mistakes are ModelError, RequestError, and a file that cannot be opened. Any other exception is
+    a fault of ours and passes, traceback and all. Ctrl-C returns 130.
+    """
+    try:
+        code = main(argv)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _complain("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # What is still buffered has no reader either: without this, Python complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _complain("stopped: nothing reads the output any more", EXIT_USER_ERROR)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _complain(f"{error.filename}: {error.strerror}", EXIT_USER_ERROR)
+    except ValueError as error:
+        # Imported late: a run without a mistake need not load them.
+        from jaxkv.engine.request import RequestError
+        from models.errors import ModelError
+
+        if not isinstance(error, ModelError | RequestError):
+            raise
+        return _complain(str(error), EXIT_USER_ERROR)
+
+
+def _complain(line: str, code: int) -> int:
+    print(line, file=sys.stderr)
+    return code
+
+
+def progress(total: int, *, unit: str, description: str) -> tqdm:
+    """Returns a progress bar on stderr: `update(n)` moves it, `with` closes it.
+
+    Where stderr is not a terminal it shows nothing.
+    """
+    return tqdm(total=total, unit=unit, desc=description, disable=None)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a size as people read it, in powers of 1,024: `12.3 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+def enable_compilation_cache() -> None:
+    """Makes JAX keep what it compiles in the user's cache folder, for the next process.
+
+    Changes JAX's configuration, so a main calls it before it compiles anything. Where the user has
+    set $JAX_COMPILATION_CACHE_DIR, that folder is used.
+    """
+    import jax
+
+    from models.pretrained import cache_dir
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+    # JAX leaves out what compiled in under a second; many small programs together do not.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
