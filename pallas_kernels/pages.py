@@ -62,6 +62,7 @@ class Pages:
         Returns:
           `[..., K, 2, D]`, K at index 0 and V at index 1 of the axis of two.
         """
-        at = (page_ids, offsets) if self.layout == "token_major" else (page_ids, slice(None), offsets)
+        token_major = self.layout == "token_major"
+        at = (page_ids, offsets) if token_major else (page_ids, slice(None), offsets)
         rows = self.kv.at[at].get(mode="clip")  # [..., 2K, D]
         return rows.reshape(*rows.shape[:-2], self.num_kv_heads, 2, self.head_dim)

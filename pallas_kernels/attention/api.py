@@ -67,9 +67,7 @@ def ragged_paged_attention(
     Raises:
       ValueError: a shape, dtype or size that does not fit, naming the dimension.
     """
-    options = AttentionOptions(
-        scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile
-    )
+    options = AttentionOptions(scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile)
     _check_arrays(q, pages, page_table, kv_lens, query_starts, sinks)
     _check_options(options)
     run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend)

@@ -3,7 +3,6 @@
 For the backends written in plain `jax.numpy`; a kernel does the same on scalars.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import jax

@@ -27,7 +27,7 @@ def ragged_paged_attention(
     seq, position = ragged.rows(T)  # [T], [T]
 
     slot = jnp.arange(M * P, dtype=jnp.int32)
-    visible = (slot[None] <= position[:, None]) & (slot[None] < ragged.kv_lens[seq][:, None])  # [T, S]
+    visible = slot[None] <= position[:, None]  # [T, S]; so below kv_lens too
     if options.window is not None:
         visible &= slot[None] > position[:, None] - options.window
 

@@ -69,7 +69,8 @@ def ragged_paged_attention(
         outputs = jax.lax.fori_loop(0, live, attend_group, outputs)
 
     seq, position = ragged.rows(T)
-    place = jnp.arange(T, dtype=jnp.int32) - ragged.query_starts[seq]  # row within its sequence's queries
+    # The row's place among its sequence's queries.
+    place = jnp.arange(T, dtype=jnp.int32) - ragged.query_starts[seq]
     index = jnp.clip(tiles.starts[seq] + place // tile, 0, tiles.count - 1), place % tile
     out, lse = (x[index[0], :, index[1]].reshape(T, H, *x.shape[4:]) for x in outputs)
     padding = position == PADDING
@@ -160,10 +161,11 @@ def _walk_chunks(
     q = q.transpose(0, 2, 1, 3, 4).reshape(W, K, tile * G, D)
     first = tiles.low // KV_CHUNK
     trips = jnp.max(-(-tiles.high // KV_CHUNK) - first)
+    in_chunk = jnp.arange(KV_CHUNK, dtype=jnp.int32)
 
     def trip(j, state):
         m, total, acc = state
-        slot = (first + j)[:, None] * KV_CHUNK + jnp.arange(KV_CHUNK, dtype=jnp.int32)[None]  # [W, C]
+        slot = (first + j)[:, None] * KV_CHUNK + in_chunk[None]  # [W, C]
         page = jnp.take_along_axis(table, jnp.minimum(slot // P, M - 1), axis=1)
         kv = pages.tokens(page, slot % P).astype(jnp.float32)  # [W, C, K, 2, D]
         seen = (slot >= tiles.low[:, None]) & (slot < tiles.high[:, None])
@@ -187,8 +189,11 @@ def _walk_chunks(
         return m_new, total * decay + weights.sum(axis=-1), acc * decay[..., None] + partial
 
     shape = (W, K, tile, G)
-    zeros = jnp.zeros((*shape, D), jnp.float32)
-    state = jnp.full(shape, -jnp.inf, jnp.float32), zeros[..., 0], zeros
+    state = (
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, D), jnp.float32),
+    )
     return jax.lax.fori_loop(0, trips, trip, state)
 
 

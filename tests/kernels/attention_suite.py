@@ -1,0 +1,311 @@
+"""What ragged paged attention must compute, whatever the backend.
+
+A backend's test module subclasses `AttentionSuite`, names the backend, and says how exact it is and
+what it does not take. Every placement is poisoned (`batches.place`), so that each test here also
+shows that nothing but live tokens is read. Not here: equality of bits (`bits_suite`), checks of
+arguments and the amount of work (their own modules).
+"""
+
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import Pages, merge_partials, ragged_paged_attention
+from pallas_kernels.pages import LAYOUTS
+from tests.kernels.batches import Batch, Placed, lengths, naive_attention, place, random_batch
+
+LENGTHS = (0, 1, 15, 16, 17, 320, 129, 128)  # of pages of 16, 20 in a row; xla takes 128 keys a trip
+DECODE = (1, 1, 1, 0, 1, 1, 1, 0)
+MIXED = (2, 1, 3, 16, 5, 1, 9, 0)  # sequence 0 has queries without a key
+PREFILL = (0, *LENGTHS[1:])
+SINKS = np.array([0.5, -1.0, 3.0, -np.inf], np.float32)
+
+attend = jax.jit(
+    ragged_paged_attention,
+    static_argnames=("scale", "window", "soft_cap", "query_tile", "return_lse", "backend"),
+)
+
+
+class AttentionSuite:
+    """The properties of values.
+
+    Attributes:
+      backend: its name.
+      tolerance: for q's dtype, relative and absolute error of an output against float64.
+    """
+
+    backend: ClassVar[str]
+    tolerance: ClassVar[dict[str, float]] = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 1e-3}
+
+    def skip_reason(self, batch: Batch, pages: Pages) -> str | None:
+        """Why the backend does not take sizes or dtypes, for a test to be skipped."""
+        return None
+
+    def attend(
+        self, batch: Batch, placed: Placed, *, scale: float = 0.25, **options
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if reason := self.skip_reason(batch, placed.pages):
+            pytest.skip(reason)
+        out, lse = attend(
+            jnp.asarray(batch.q),
+            placed.pages,
+            placed.page_table,
+            placed.kv_lens,
+            placed.query_starts,
+            scale=scale,
+            return_lse=True,
+            backend=self.backend,
+            **options,
+        )
+        assert out.dtype == batch.q.dtype
+        assert lse.dtype == jnp.float32
+        return np.asarray(out), np.asarray(lse)
+
+    def check(self, batch: Batch, placed: Placed, **options) -> None:
+        """Holds the backend's answer against the naive one."""
+        out, lse = self.attend(batch, placed, **options)
+        want_out, want_lse = naive_attention(batch, **{"scale": 0.25, **options})
+        tolerance = self.tolerance[str(out.dtype)]
+        close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+        close(out.astype(np.float64), want_out)
+        close(lse, want_lse)
+        padding = slice(sum(batch.q_lens), None)
+        assert not out[padding].any()
+        assert (lse[padding] == -np.inf).all()
+
+    # Lengths, layouts, sizes, dtypes.
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize(
+        "q_lens, T",
+        [(DECODE, 8), (MIXED, 48), (PREFILL, 640)],
+        ids=["decode", "mixed", "prefill"],
+    )
+    def test_every_length_of_cache_and_query_agrees_with_naive_attention(self, q_lens, T, layout):
+        batch = random_batch(LENGTHS, q_lens, T=T)
+        self.check(batch, place(batch, layout=layout))
+
+    def test_a_batch_wider_than_any_tiling_agrees_with_naive_attention(self):
+        kv_lens = np.random.default_rng(0).integers(0, 320, 70)
+        batch = random_batch(kv_lens, [1] * 67 + [0] * 3, T=70)
+        self.check(batch, place(batch))
+
+    @pytest.mark.parametrize(
+        "H, K, D, P",
+        [
+            (3, 3, 64, 8),
+            (6, 2, 80, 16),
+            (5, 1, 96, 24),
+            (12, 2, 128, 64),
+            (14, 2, 256, 256),
+            (16, 1, 64, 64),
+            (8, 1, 8, 9),
+            *(
+                pytest.param(G, 1, D, P, marks=pytest.mark.slow)
+                for G, D, P in zip(
+                    (1, 2, 4, 9, 10, 11, 12, 13, 14, 15),
+                    (64, 80, 96, 128, 256, 512, 64, 80, 96, 128),
+                    (256, 8, 16, 128, 24, 32, 100, 255, 64, 8),
+                    strict=True,
+                )
+            ),
+        ],
+    )
+    def test_every_ratio_of_heads_head_dim_and_page_size_agrees_with_naive_attention(
+        self, H, K, D, P
+    ):
+        kv_lens = (P, 0, P + 1, 3 * P - 1, 1)
+        batch = random_batch(kv_lens, (2, 0, 1, 7, 1), T=12, heads=(H, K), D=D)
+        layout = LAYOUTS[H % 2]
+        self.check(batch, place(batch, P=P, M=3, layout=layout), scale=D**-0.5)
+
+    @pytest.mark.parametrize(
+        "q_dtype, kv_dtype",
+        [
+            (jnp.bfloat16, jnp.bfloat16),
+            (jnp.float16, jnp.float16),
+            (jnp.bfloat16, jnp.float32),
+            (jnp.float32, jnp.bfloat16),
+        ],
+        ids=["bf16", "f16", "f32 pages", "bf16 pages"],
+    )
+    def test_every_dtype_is_summed_in_float32(self, q_dtype, kv_dtype):
+        batch = random_batch(LENGTHS, MIXED, T=48, dtypes=(q_dtype, kv_dtype))
+        self.check(batch, place(batch))
+
+    def test_one_page_that_is_just_full_is_enough(self):
+        batch = random_batch([16], [16], T=16)
+        self.check(batch, place(batch, M=1))
+
+    # Options.
+
+    @pytest.mark.parametrize("window", [1, 17, 150, 1000])
+    def test_a_window_agrees_with_naive_attention_and_nothing_is_read_outside(self, window):
+        batch = random_batch(LENGTHS, MIXED, T=48)
+        self.check(batch, place(batch, window=window), window=window)
+
+    @pytest.mark.parametrize("q_lens, T", [(DECODE, 8), (MIXED, 48)], ids=["decode", "mixed"])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            dict(sinks=SINKS),
+            dict(soft_cap=1.5),
+            dict(window=17, sinks=SINKS, soft_cap=1.5),
+        ],
+        ids=["sinks", "cap", "window, sinks and cap"],
+    )
+    def test_options_agree_with_naive_attention(self, q_lens, T, options):
+        batch = random_batch(LENGTHS, q_lens, T=T)
+        self.check(batch, place(batch, window=options.get("window")), **options)
+
+    def test_a_window_of_every_tile_of_a_long_prefill_agrees_with_naive_attention(self):
+        batch = random_batch((300, 190), (300, 150), T=450)
+        self.check(batch, place(batch, window=40, layout="head_major"), window=40)
+
+    # What a query sees, read off its output: with q = 0 every visible key weighs the same.
+
+    @pytest.mark.parametrize(
+        "window, seen",
+        [
+            (None, [{0, 1, 2, 3}, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4, 5}]),
+            (1, [{3}, {4}, {5}]),
+            (2, [{2, 3}, {3, 4}, {4, 5}]),
+            (5, [{0, 1, 2, 3}, {0, 1, 2, 3, 4}, {1, 2, 3, 4, 5}]),
+        ],
+        ids=["no window", "window 1", "window 2", "window 5"],
+    )
+    def test_a_query_sees_the_keys_up_to_its_own_and_a_window_counts_its_own(self, window, seen):
+        values = np.broadcast_to(np.eye(6, 16, dtype=np.float32)[:, None], (6, 2, 16))
+        batch = random_batch([6], [3], T=3)
+        batch = Batch(q=0 * batch.q, keys=batch.keys, values=[values], q_lens=[3])
+        out, _ = self.attend(batch, place(batch, M=2, window=window), window=window)
+        for row, keys in enumerate(seen):
+            want = [1 / len(keys) if j in keys else 0.0 for j in range(16)]
+            np.testing.assert_allclose(out[row], np.broadcast_to(want, (4, 16)), rtol=1e-6)
+
+    def test_lse_is_the_natural_log_and_a_sink_is_one_more_term(self):
+        batch = random_batch(LENGTHS, DECODE, T=8)
+        batch = Batch(q=0 * batch.q, keys=batch.keys, values=batch.values, q_lens=DECODE)
+        placed = place(batch)
+        live = [length for length, n in zip(LENGTHS, DECODE, strict=True) if n]
+        plain, lse = self.attend(batch, placed)
+        with np.errstate(divide="ignore"):  # the row without a key
+            np.testing.assert_allclose(lse[:6, 0], np.log(live), rtol=1e-6)
+        out, lse = self.attend(batch, placed, sinks=np.zeros(4, np.float32))
+        np.testing.assert_allclose(lse[:6, 0], np.log1p(live), rtol=1e-6, atol=1e-7)
+        share = np.array([length / (length + 1) for length in live])[:, None, None]
+        np.testing.assert_allclose(out[:6], plain[:6] * share, rtol=1e-5, atol=1e-7)
+
+    def test_a_row_without_a_key_is_zero_and_its_lse_is_the_sink(self):
+        batch = random_batch((0, 2), (3, 5), T=8)
+        placed = place(batch)
+        for sinks in (None, SINKS):
+            out, lse = self.attend(batch, placed, **({} if sinks is None else dict(sinks=sinks)))
+            assert not out[:6].any()  # three rows of an empty cache, three before the first key
+            want = np.full(4, -np.inf) if sinks is None else sinks
+            np.testing.assert_array_equal(lse[:6], np.broadcast_to(want, (6, 4)))
+            assert out[6:].all()
+
+    @pytest.mark.parametrize("magnitude", [1e5, -1e5, 1e30, -1e30, -1e38])
+    def test_logits_of_any_size_are_kept_apart_from_masked_ones(self, magnitude):
+        """No finite stand-in for minus infinity: equal logits give the mean of V."""
+        keys = np.zeros((200, 2, 16), np.float32)
+        keys[..., 0] = magnitude
+        batch = random_batch([200], [2], T=2)
+        batch = Batch(q=np.ones_like(batch.q), keys=[keys], values=batch.values, q_lens=[2])
+        out, lse = self.attend(batch, place(batch), scale=1.0)
+        want = [batch.values[0][:n].mean(axis=0, dtype=np.float64) for n in (199, 200)]
+        np.testing.assert_allclose(out, np.repeat(want, 2, axis=1), rtol=1e-5, atol=1e-6)
+        count = np.log([[199], [200]])
+        np.testing.assert_allclose(lse, np.broadcast_to(magnitude + count, lse.shape), rtol=1e-6)
+
+    @pytest.mark.parametrize("winner", [0, 127, 128, 199])
+    def test_one_key_far_above_the_others_takes_all_the_weight(self, winner):
+        keys = np.full((200, 2, 16), 0, np.float32)
+        keys[..., 0] = -1e5
+        keys[winner, :, 0] = 1e5
+        batch = random_batch([200], [2], T=2)
+        batch = Batch(q=np.ones_like(batch.q), keys=[keys], values=batch.values, q_lens=[2])
+        out, _ = self.attend(batch, place(batch), scale=1.0)
+        np.testing.assert_array_equal(out[1], np.repeat(batch.values[0][winner], 2, axis=0))
+
+    # What must not be read.
+
+    def test_what_is_not_live_may_hold_anything(self):
+        """The same call over a clean pool and table gives the same bits."""
+        batch = random_batch(LENGTHS, MIXED, T=48)
+        placed = place(batch)
+        clean = Placed(
+            pages=Pages(kv=jnp.nan_to_num(placed.pages.kv), layout=placed.pages.layout),
+            page_table=jnp.clip(placed.page_table, 0, placed.pages.num_pages - 1),
+            kv_lens=placed.kv_lens,
+            query_starts=placed.query_starts,
+        )
+        zero_padding = Batch(
+            q=np.nan_to_num(batch.q), keys=batch.keys, values=batch.values, q_lens=MIXED
+        )
+        poisoned, clean = self.attend(batch, placed), self.attend(zero_padding, clean)
+        assert np.isfinite(poisoned[0]).all()
+        for got, want in zip(poisoned, clean, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+    # Merging.
+
+    @pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sink", "sinks"])
+    def test_two_disjoint_parts_merge_into_the_whole_at_any_cut(self, sinks):
+        S, n = 200, 8
+        whole = random_batch([S, *[0] * 7], [n, *[0] * 7], T=n)
+        k, v = whole.keys[0], whole.values[0]
+        with_sinks = {} if sinks is None else dict(sinks=sinks)
+        want_out, want_lse = self.attend(whole, place(whole), **with_sinks)
+        for cut in (0, 1, 15, 16, 17, 127, 128, 150, S - n, S - 3, S):
+            # Before the cut each row sees all it may, so it is a sequence of its own; after it the
+            # rows are the last of a shorter sequence, the first of them without a key perhaps.
+            ends = [min(cut, S - n + i + 1) for i in range(n)]
+            before = Batch(
+                q=whole.q, keys=[k[:e] for e in ends], values=[v[:e] for e in ends], q_lens=[1] * n
+            )
+            after = Batch(
+                q=whole.q,
+                keys=[k[cut:], *[k[:0]] * 7],
+                values=[v[cut:], *[v[:0]] * 7],
+                q_lens=whole.q_lens,
+            )
+            part_a = self.attend(before, place(before), **with_sinks)
+            part_b = self.attend(after, place(after))
+            out, lse = merge_partials(*map(jnp.asarray, (*part_a, *part_b)))
+            np.testing.assert_allclose(out, want_out, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+    # Anything.
+
+    @pytest.mark.parametrize(
+        "T, longest_query, options",
+        [
+            (5, 1, dict(window=130)),
+            (40, 40, {}),
+            (40, 40, dict(window=30, soft_cap=2.0, sinks=np.linspace(-2, 2, 6, dtype=np.float32))),
+        ],
+        ids=["decode", "plain", "options"],
+    )
+    @settings(
+        derandomize=True,
+        deadline=None,
+        max_examples=20,
+        suppress_health_check=[HealthCheck.differing_executors],
+    )
+    @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+    def test_any_ragged_batch_agrees_with_naive_attention(
+        self, data, seed, T, longest_query, options
+    ):
+        edges = (0, 1, 23, 24, 25, 127, 128, 129, 256, 311, 312)
+        kv_lens, q_lens = data.draw(lengths(5, T, edges, longest_query))
+        batch = random_batch(kv_lens, q_lens, T=T, heads=(6, 2), seed=seed)
+        placed = place(batch, P=24, M=13, seed=seed, window=options.get("window"))
+        self.check(batch, placed, **options)

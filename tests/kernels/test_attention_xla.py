@@ -1,0 +1,5 @@
+from tests.kernels.attention_suite import AttentionSuite
+
+
+class TestXla(AttentionSuite):
+    backend = "xla"
