@@ -146,7 +146,7 @@ def naive_attention(
                     logits = soft_cap * np.tanh(logits / soft_cap)
                 extra = [] if sinks is None else [sinks[h]]
                 every = np.concatenate([logits, extra])
-                if every.size:
+                if every.size and every.max() > -np.inf:
                     lse[row, h] = every.max() + np.log(np.exp(every - every.max()).sum())
                     weights = np.exp(logits - lse[row, h])
                     out[row, h] = weights @ values[first:end, h // (H // K)]

@@ -1,0 +1,50 @@
+"""How an engine is sized and run."""
+
+from dataclasses import dataclass
+
+from jaxkv.cache import get_format
+from pallas_kernels.checks import PAGE_SIZES
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and choices of one engine; none of them changes a greedy token.
+
+    Attributes:
+      max_sequences: most sequences in a step.
+      token_budget: most query tokens in a step; longer prompts are computed in chunks.
+      page_size: P, tokens a page.
+      pool_tokens: tokens that the cache holds in all; None takes what all sequences at their
+        longest could need, but at most `pool_bytes`.
+      pool_bytes: see `pool_tokens`.
+      max_length: longest sequence, prompt and answer; None takes the model's.
+      kv_format: how K and V are stored, a name of `jaxkv.cache.FORMATS`.
+      deterministic: a sequence's logits have the same bits whatever else is in the batch, however
+        its prompt is cut into chunks, and whatever the page size. Slower: small steps are padded.
+      backend: attention backend, or None for the platform's best.
+    """
+
+    max_sequences: int = 8
+    token_budget: int = 512
+    page_size: int = 16
+    pool_tokens: int | None = None
+    pool_bytes: int = 1 << 30
+    max_length: int | None = None
+    kv_format: str = "f32"
+    deterministic: bool = False
+    backend: str | None = None
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field, where a value cannot be used."""
+        for name in ("max_sequences", "token_budget", "pool_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("pool_tokens", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(
+                f"page_size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}, got {self.page_size}"
+            )
+        get_format(self.kv_format)

@@ -1,0 +1,40 @@
+"""What an engine has done so far, counted on the host."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class EngineMetrics:
+    """Counters since the engine was made.
+
+    A step that computes a chunk of any prompt counts as prefill, whole; others as decode.
+
+    Attributes:
+      prefill_tokens, decode_tokens: query tokens computed in steps of either kind.
+      prefill_seconds, decode_seconds: wall time of those steps, compilation included.
+      num_steps: steps run.
+      generated_tokens: tokens drawn.
+      num_preemptions: how often a sequence gave up its pages and started again.
+      peak_pages: most pages held at once, over all layer groups.
+      step_shapes: shapes that were run, each compiled once.
+    """
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    num_steps: int = 0
+    generated_tokens: int = 0
+    num_preemptions: int = 0
+    peak_pages: int = 0
+    step_shapes: int = 0
+
+    def add_step(self, num_tokens: int, seconds: float, *, is_prefill: bool) -> None:
+        """Books one step."""
+        self.num_steps += 1
+        if is_prefill:
+            self.prefill_tokens += num_tokens
+            self.prefill_seconds += seconds
+        else:
+            self.decode_tokens += num_tokens
+            self.decode_seconds += seconds

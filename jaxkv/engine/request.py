@@ -1,0 +1,176 @@
+"""What a user asks of the engine and what comes back. Plain values, no device arrays."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+MAX_TOP_LOGPROBS = 20
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; the message is one line that names what is at fault."""
+
+
+class Detokenizer(Protocol):
+    """Turns a growing sequence of token ids into text; one object a request."""
+
+    def push(self, ids: list[int]) -> str:
+        """Returns the text that these further tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """Returns what is left, at the end."""
+        ...
+
+
+DetokenizerFactory = Callable[[], Detokenizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a token is drawn from the logits, in this order of steps.
+
+    Attributes:
+      repetition_penalty: logits of tokens seen in prompt or answer are divided by it where
+        positive and multiplied where negative (arXiv 1909.05858); 1 leaves them.
+      temperature: divides the logits; 0 takes the most likely token (the lowest id of equals).
+      top_k: keeps the k most likely tokens; 0 keeps all.
+      top_p: keeps the fewest most likely tokens that reach this probability; 1 keeps all.
+      min_p: keeps tokens of at least this fraction of the most likely one's probability.
+      seed: of the request's own random stream: a draw depends on it and the position alone.
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises RequestError, naming the field, where a value has no meaning."""
+        rules = {
+            "repetition_penalty": (self.repetition_penalty > 0, "must be above 0"),
+            "temperature": (self.temperature >= 0, "must be 0 or more"),
+            "top_k": (self.top_k >= 0, "must be 0 (all) or more"),
+            "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "must be between 0 and 1"),
+            "seed": (0 <= self.seed < 1 << 32, "must be between 0 and 2^32 - 1"),
+        }
+        for name, (holds, rule) in rules.items():
+            value = getattr(self, name)
+            if not holds or not math.isfinite(value):
+                raise RequestError(f"{name} {rule}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: most tokens to generate; 0 only computes the prompt. The longest sequence
+        that the engine takes bounds it too.
+      sampling: how tokens are drawn.
+      stop_ids: tokens that end the answer; the answer holds them, its text does not.
+      stop_strings: texts that end the answer, which is cut before the first of them.
+      logprobs: None, or how many most likely tokens are reported with each generated one.
+      prompt_logprobs: report the log-probability of each prompt token too.
+      keep_logits: keep the whole logits row of each generated token (V floats each).
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int = 128
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    keep_logits: bool = False
+
+    def check(self, vocab_size: int) -> None:
+        """Raises RequestError where the request has no meaning for a model of V tokens."""
+        if not self.prompt:
+            raise RequestError("the prompt is empty: at least one token is needed")
+        for token in (*self.prompt, *self.stop_ids):
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size}")
+        if self.max_new_tokens < 0:
+            raise RequestError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        if "" in self.stop_strings:
+            raise RequestError("a stop string is empty")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"logprobs must be 0 to {MAX_TOP_LOGPROBS}, got {self.logprobs}")
+        self.sampling.check()
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop id or stop string
+    LENGTH = "length"  # max_new_tokens or the longest sequence
+    ABORT = "abort"
+    ERROR = "error"  # refused; the completion says why
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probabilities at one generated token, of the model's own distribution.
+
+    Attributes:
+      token: the generated token.
+      logprob: its log-probability.
+      top: the most likely tokens and theirs, most likely first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Completion:
+    """What a request has produced so far; whole once `finish_reason` is set.
+
+    Attributes:
+      request_id: as `Engine.submit` returned it.
+      prompt_tokens: length of the prompt.
+      tokens: generated token ids, a stop id included.
+      text: their text, without stops; empty where the engine has no detokenizer.
+      finish_reason: None while it runs.
+      logprobs: one entry a token, where the request asked for them.
+      prompt_logprobs: `[prompt_tokens]` float32, NaN at 0; None unless asked for.
+      logits: `[V]` float32 of each token, where the request asked for them.
+      error: why the request was refused.
+      first_token_seconds: from submission to the first token; None before it.
+    """
+
+    request_id: int
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: np.ndarray | None = None
+    logits: list[np.ndarray] = field(default_factory=list)
+    error: str | None = None
+    first_token_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to a request.
+
+    Attributes:
+      completion: the request's completion, up to date.
+      tokens: the tokens that are new.
+      text: the text that is new and can no longer become part of a stop string.
+    """
+
+    completion: Completion
+    tokens: tuple[int, ...]
+    text: str

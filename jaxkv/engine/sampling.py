@@ -1,0 +1,164 @@
+"""Drawing tokens from logits, on the device, one independent random stream a request.
+
+Pure functions. What no row of a batch asks for is skipped at run time, so that one compiled step
+serves greedy and sampled requests alike.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.engine.request import MAX_TOP_LOGPROBS, SamplingParams
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SamplingInputs:
+    """Sampling parameters of R rows; fields as in SamplingParams.
+
+    Attributes:
+      temperature, top_p, min_p, repetition_penalty: `[R]` float32.
+      top_k: `[R]` int32.
+      seed: `[R]` uint32.
+      position: `[R]` int32, of the token that is drawn; with the seed it fixes the draw.
+      seen: `[R, ceil(V / 8)]` uint8, bit set of tokens for the penalty, least significant first.
+      want_top: bool scalar, a row wants the most likely tokens reported.
+    """
+
+    temperature: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
+    repetition_penalty: jax.Array | np.ndarray
+    seed: jax.Array | np.ndarray
+    position: jax.Array | np.ndarray
+    seen: jax.Array | np.ndarray
+    want_top: jax.Array | np.ndarray
+
+    @classmethod
+    def build(
+        cls,
+        params: Seq[SamplingParams],
+        *,
+        positions: Seq[int],
+        seen: Seq[np.ndarray | None],
+        want_top: bool,
+        num_rows: int,
+        vocab_size: int,
+    ) -> "SamplingInputs":
+        """Host arrays of `num_rows` rows; rows past `params` are greedy padding."""
+        padding = [SamplingParams()] * (num_rows - len(params))
+        rows = [*params, *padding]
+
+        def column(name: str, dtype: type[np.generic]) -> np.ndarray:
+            return np.array([getattr(row, name) for row in rows], dtype)
+
+        bits = np.zeros((num_rows, -(-vocab_size // 8)), np.uint8)
+        for row, mask in enumerate(seen):
+            if mask is not None:
+                bits[row] = mask
+        return cls(
+            temperature=column("temperature", np.float32),
+            top_k=column("top_k", np.int32),
+            top_p=column("top_p", np.float32),
+            min_p=column("min_p", np.float32),
+            repetition_penalty=column("repetition_penalty", np.float32),
+            seed=column("seed", np.uint32),
+            position=np.array([*positions, *[0] * len(padding)], np.int32),
+            seen=bits,
+            want_top=np.bool_(want_top),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Tokens drawn in R rows, and probabilities of the model's own distribution.
+
+    Attributes:
+      token: `[R]` int32.
+      logprob: `[R]` float32, natural log, before penalty, temperature and filters.
+      top_tokens: `[R, MAX_TOP_LOGPROBS]` int32, most likely first; zeros unless wanted.
+      top_logprobs: `[R, MAX_TOP_LOGPROBS]` float32.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+    top_tokens: jax.Array
+    top_logprobs: jax.Array
+
+
+def sample(logits: jax.Array, inputs: SamplingInputs) -> Sampled:
+    """Draws a token in each row of `logits [R, V]` float32."""
+    params = jax.tree.map(jnp.asarray, inputs)
+    logsumexp = jax.nn.logsumexp(logits, axis=-1)
+    adjusted = jax.lax.cond(
+        jnp.any(params.repetition_penalty != 1.0), _penalise, lambda x, _: x, logits, params
+    )
+    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    token = jax.lax.cond(
+        jnp.any(params.temperature > 0.0), _draw, lambda x, p, best: best, adjusted, params, greedy
+    )
+    top_logits, top_tokens = jax.lax.cond(params.want_top, _top, _no_top, logits)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return Sampled(
+        token=token,
+        logprob=chosen - logsumexp,
+        top_tokens=top_tokens,
+        top_logprobs=top_logits - logsumexp[:, None],
+    )
+
+
+def _penalise(logits: jax.Array, params: SamplingInputs) -> jax.Array:
+    V = logits.shape[1]
+    bits = jnp.unpackbits(jnp.asarray(params.seen), axis=-1, count=V, bitorder="little")
+    penalty = params.repetition_penalty[:, None]
+    punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    return jnp.where(bits != 0, punished, logits)
+
+
+def _draw(logits: jax.Array, params: SamplingInputs, greedy: jax.Array) -> jax.Array:
+    """Draws by the Gumbel-max trick; rows of temperature 0 keep the greedy token."""
+    hot = params.temperature > 0.0
+    scaled = logits / jnp.where(hot, params.temperature, 1.0)[:, None]
+    filtered = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0)
+    kept = jax.lax.cond(jnp.any(filtered), _filter, lambda x, _: x, scaled, params)
+
+    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, logits.shape[1:], logits.dtype)
+
+    drawn = jnp.argmax(kept + jax.vmap(noise)(params.seed, params.position), axis=-1)
+    return jnp.where(hot, drawn.astype(jnp.int32), greedy)
+
+
+def _filter(logits: jax.Array, params: SamplingInputs) -> jax.Array:
+    """Sets to -inf what top-k, then top-p, then min-p leave out; the most likely token stays."""
+    V = logits.shape[1]
+    ordered = -jnp.sort(-logits, axis=-1)
+    rank = jnp.arange(V, dtype=jnp.int32)
+    k = jnp.where(params.top_k > 0, params.top_k, V)[:, None]
+    ordered = jnp.where(rank < k, ordered, -jnp.inf)
+    probability = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    in_nucleus = (before < params.top_p[:, None]) | (params.top_p >= 1.0)[:, None]
+    likely = probability >= params.min_p[:, None] * probability[:, :1]
+    # The kept tokens are a beginning of the order, so the last one's logit is the threshold.
+    num_kept = jnp.maximum((in_nucleus & likely & (rank < k)).sum(axis=-1), 1)
+    threshold = jnp.take_along_axis(ordered, num_kept[:, None] - 1, axis=-1)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
+
+
+def _top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    n = min(MAX_TOP_LOGPROBS, logits.shape[1])
+    values, tokens = jax.lax.top_k(logits, n)
+    padding = ((0, 0), (0, MAX_TOP_LOGPROBS - n))
+    return jnp.pad(values, padding, constant_values=-jnp.inf), jnp.pad(tokens, padding)
+
+
+def _no_top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = (logits.shape[0], MAX_TOP_LOGPROBS)
+    return jnp.zeros(shape, logits.dtype), jnp.zeros(shape, jnp.int32)
