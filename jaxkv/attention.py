@@ -12,6 +12,12 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxkv.cache import KVCache, write
 from pallas_kernels.attention.ragged import Ragged
+from pallas_kernels.pages import Layout
+
+
+def preferred_layout() -> Layout:
+    """Physical page layout that attention reads fastest on this process's platform."""
+    return "token_major" if jax.default_backend() == "tpu" else "head_major"
 
 
 @jax.tree_util.register_dataclass

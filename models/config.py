@@ -29,7 +29,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): interpolated low, kept high frequencies, rotations times `attention_factor`."""
+    """YaRN (arXiv 2309.00071): low frequencies divided by `factor`, high ones kept.
+
+    Attributes:
+      factor: by which the trained context is stretched.
+      original_max_positions: the trained context.
+      beta_fast: turns within it from which a frequency is kept.
+      beta_slow: turns within it up to which a frequency is divided.
+      attention_factor: on rotated queries and keys.
+      truncate: the two bounds are rounded outwards to whole channels.
+    """
 
     factor: float
     original_max_positions: int

@@ -3,6 +3,7 @@
 Structurally a `jaxkv.engine.DecodeModel`; nothing here imports the engine.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +12,10 @@ from flax import nnx
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, LayerSpec
 from models.config import ModelConfig
+from models.decoder import Decoder
+
+ParamPath = tuple[str | int, ...]
+Params = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +25,27 @@ class FlaxDecodeModel:
     Attributes:
       config: what it computes.
       graphdef: structure of the module.
-      params: its parameters, a pytree.
+      paths: where each parameter lies in the module.
+      params: the parameters. A flat tuple and no `nnx.State`, which jit would walk in Python at
+        every step: 0.7 ms for 182 parameters, where a tuple takes 0.02.
     """
 
     config: ModelConfig
     graphdef: nnx.GraphDef
-    params: nnx.State
+    paths: tuple[ParamPath, ...]
+    params: tuple[jax.Array, ...]
+
+    @classmethod
+    def from_named(
+        cls, config: ModelConfig, graphdef: nnx.GraphDef, named: Mapping[ParamPath, jax.Array]
+    ) -> "FlaxDecodeModel":
+        """A decoder of `config` with the parameters that `named` has under their paths."""
+        return cls(config, graphdef, tuple(named), tuple(named.values()))
+
+    @property
+    def named_params(self) -> dict[ParamPath, jax.Array]:
+        """The parameters by path."""
+        return dict(zip(self.paths, self.params, strict=True))
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -49,11 +69,18 @@ class FlaxDecodeModel:
         return self.config.max_positions
 
     def forward(
-        self, params: nnx.State, cache: KVCache, step: StepInputs, backend: AttentionBackend
+        self, params: Params, cache: KVCache, step: StepInputs, backend: AttentionBackend
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states `[T, E]` of a step, and the cache with its K and V."""
-        return nnx.merge(self.graphdef, params)(cache, step, backend)
+        return self._module(params)(cache, step, backend)
 
-    def logits(self, params: nnx.State, hidden: jax.Array) -> jax.Array:
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of hidden states `[R, E]`."""
-        return nnx.merge(self.graphdef, params).logits(hidden)
+        return self._module(params).logits(hidden)
+
+    def _module(self, params: Params) -> Decoder:
+        # Under jit this runs while tracing only.
+        state = nnx.from_flat_state(
+            [(path, nnx.Param(value)) for path, value in zip(self.paths, params, strict=True)]
+        )
+        return nnx.merge(self.graphdef, state)

@@ -37,7 +37,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = project(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + self.bias[...][None]
 
 
 class RmsNorm(nnx.Module):
@@ -50,7 +50,8 @@ class RmsNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * scale * self.weight[...]).astype(x.dtype)
+        weight = jnp.expand_dims(self.weight[...], range(x.ndim - 1))
+        return (wide * scale * weight).astype(x.dtype)
 
 
 class Mlp(nnx.Module):

@@ -63,7 +63,7 @@ def _yarn(base: np.ndarray, theta: float, head_dim: int, scaling: YarnScaling) -
 def rotation(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine `[T, D/2]` float32 of the angles at `position` `[T]`."""
     step, factor = frequencies(rope, head_dim)
-    angle = position.astype(jnp.float32)[:, None] * step
+    angle = position.astype(jnp.float32)[:, None] * step[None]
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 

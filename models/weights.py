@@ -1,68 +1,100 @@
 """Filling the decoder's parameters from a checkpoint, one tensor at a time.
 
 Several tensors of a checkpoint may be one parameter here (q, k and v are one matrix): each is read
-straight into its rows of that parameter's buffer, which becomes a device array, and is dropped, as
-soon as it is full. Peak memory is the weights and the largest parameter.
+straight into its rows of that parameter's buffer, which becomes a device array as soon as it is
+full. Peak memory is little more than the weights; with a device that has memory of its own, the
+largest parameter.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
+from typing import cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from models.checkpoints import Checkpoint
 from models.config import ModelConfig
+from models.decode_model import FlaxDecodeModel, ParamPath
 from models.decoder import Decoder
 
-Path = tuple[str | int, ...]
+Progress = Callable[[int, int], None]
+_XLA_ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True)
 class _Place:
     """Where a checkpoint's tensor goes: a parameter, and the first of its rows there."""
 
-    path: Path
+    path: ParamPath
     row: int = 0
 
 
-def abstract_decoder(config: ModelConfig, dtype: DTypeLike) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_model(
+    config: ModelConfig, dtype: DTypeLike
+) -> tuple[nnx.GraphDef, dict[ParamPath, jax.ShapeDtypeStruct]]:
     """Structure and parameter shapes of a decoder, without memory for its values."""
     module = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    graphdef, params = nnx.split(module)
-    return graphdef, params
+    graphdef, state = nnx.split(module)
+    leaves = cast(Iterable[tuple[ParamPath, nnx.Variable]], nnx.to_flat_state(state))
+    return graphdef, {path: leaf.get_value() for path, leaf in leaves}
 
 
-def load_params(checkpoint: Checkpoint, dtype: DTypeLike) -> tuple[nnx.GraphDef, nnx.State]:
+def load_weights(
+    checkpoint: Checkpoint, dtype: DTypeLike, progress: Progress | None = None
+) -> FlaxDecodeModel:
     """Reads all parameters of a checkpoint, matrices as `dtype` and norms as float32.
+
+    Args:
+      checkpoint: an opened one.
+      dtype: of the matrices.
+      progress: called with the bytes of parameters that are in place, and their total.
 
     Raises:
       ModelError: a tensor cannot be read.
     """
-    graphdef, abstract = abstract_decoder(checkpoint.config, dtype)
+    graphdef, shapes = abstract_model(checkpoint.config, dtype)
     places = _places(checkpoint.config)
-    shapes = {path: leaf.get_value() for path, leaf in nnx.to_flat_state(abstract)}
-    buffers: dict[Path, np.ndarray] = {}
+    buffers: dict[ParamPath, np.ndarray] = {}
     rows_left = {path: shape.shape[0] for path, shape in shapes.items()}
-    params: dict[Path, nnx.Param] = {}
+    named: dict[ParamPath, jax.Array] = {}
+    done, total = 0, sum(_num_bytes(shape) for shape in shapes.values())
     for tensor in checkpoint.tensors():
         place = places[tensor.name]
         shape = shapes[place.path]
         if place.path not in buffers:
-            buffers[place.path] = np.empty(shape.shape, shape.dtype)
+            buffers[place.path] = _empty(shape.shape, shape.dtype)
         num_rows = tensor.shape[0]
         tensor.read_into(buffers[place.path][place.row : place.row + num_rows])
         rows_left[place.path] -= num_rows
         if rows_left[place.path] == 0:
-            params[place.path] = nnx.Param(_to_device(buffers.pop(place.path)))
-    return graphdef, nnx.from_flat_state(params)
+            named[place.path] = _to_device(buffers.pop(place.path))
+            done += _num_bytes(shape)
+            if progress is not None:
+                progress(done, total)
+    in_order = {path: named[path] for path in shapes}
+    return FlaxDecodeModel.from_named(checkpoint.config, graphdef, in_order)
+
+
+def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    return shape.size * shape.dtype.itemsize
+
+
+def _empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """An array that starts where XLA's CPU client can take it over as it is."""
+    num_bytes = prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(num_bytes + _XLA_ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _XLA_ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _to_device(buffer: np.ndarray) -> jax.Array:
-    # Waiting keeps a second buffer from being filled while this one is still being copied.
-    return jax.block_until_ready(jnp.array(buffer))
+    # On CPU the device array is the buffer itself. Elsewhere, waiting keeps the next buffer from
+    # being filled while this one is still being copied.
+    return jax.block_until_ready(jax.device_put(buffer, may_alias=True))
 
 
 def _places(config: ModelConfig) -> dict[str, _Place]:

@@ -21,6 +21,7 @@ def check_pages(pages: Pages) -> None:
     require(pages.layout in LAYOUTS, f"layout must be one of {LAYOUTS}, got {pages.layout!r}")
     require(kv.ndim == 4, f"pages.kv must have four dimensions ({pages.layout}), got {kv.shape}")
     require(kv.dtype in FLOATS, f"pages.kv must be float32, bfloat16 or float16, got {kv.dtype}")
+    require(pages.num_pages >= 1, "N = 0 pages; a pool has the null page at least")
     heads = kv.shape[2 if pages.layout == "token_major" else 1]
     require(heads >= 2 and heads % 2 == 0, f"the 2K axis of pages.kv must be even, got {heads}")
     require(

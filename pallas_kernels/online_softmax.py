@@ -8,6 +8,8 @@ arXiv 1805.02867; Rabe and Staats, arXiv 2112.05682.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import require
+
 
 def finite_or_zero(x: jax.Array) -> jax.Array:
     """Replaces -inf by 0, so that `exp(-inf - x)` is 0 and never NaN where a row has no key yet."""
@@ -28,7 +30,14 @@ def merge_partials(
     Returns:
       `(out, lse)`: `[..., D]` in `out_a`'s dtype and `[...]` float32; 0 and -inf where both are
       empty. A sink must have been given to one of the two calls only.
+
+    Raises:
+      ValueError: the shapes do not fit each other.
     """
+    require(out_b.shape == out_a.shape, f"out_b is {out_b.shape}, out_a {out_a.shape}")
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        rows = out_a.shape[:-1]
+        require(lse.shape == rows, f"{name} must be out's shape without D, {rows}, got {lse.shape}")
     m = finite_or_zero(jnp.maximum(lse_a, lse_b))
     weight_a, weight_b = jnp.exp(lse_a - m), jnp.exp(lse_b - m)
     total = weight_a + weight_b

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 Layout = Literal["token_major", "head_major"]
 LAYOUTS: tuple[Layout, ...] = ("token_major", "head_major")
@@ -52,17 +53,25 @@ class Pages:
         """D."""
         return self.kv.shape[3]
 
-    def tokens(self, page_ids: jax.Array, offsets: jax.Array) -> jax.Array:
-        """Gathers single tokens.
+    def keys(self, page_ids: jax.Array, offsets: jax.Array) -> jax.Array:
+        """Gathers the K of single tokens, by head.
 
         Args:
-          page_ids: `[...]` int32; an id out of range reads some page of the pool.
-          offsets: `[...]` int32 in [0, P).
+          page_ids: `[..., S]` int32; an id out of range reads some page of the pool.
+          offsets: `[..., S]` int32 in [0, P).
 
         Returns:
-          `[..., K, 2, D]`, K at index 0 and V at index 1 of the axis of two.
+          `[..., K, S, D]`, a copy.
         """
+        return self._gather(page_ids, offsets, 0)
+
+    def values(self, page_ids: jax.Array, offsets: jax.Array) -> jax.Array:
+        """Gathers the V of single tokens; see `keys`."""
+        return self._gather(page_ids, offsets, 1)
+
+    def _gather(self, page_ids: jax.Array, offsets: jax.Array, kv_index: int) -> jax.Array:
+        page_ids, offsets = page_ids[..., None, :], offsets[..., None, :]
+        heads = 2 * jnp.arange(self.num_kv_heads)[:, None] + kv_index
         token_major = self.layout == "token_major"
-        at = (page_ids, offsets) if token_major else (page_ids, slice(None), offsets)
-        rows = self.kv.at[at].get(mode="clip")  # [..., 2K, D]
-        return rows.reshape(*rows.shape[:-2], self.num_kv_heads, 2, self.head_dim)
+        at = (page_ids, offsets, heads) if token_major else (page_ids, heads, offsets)
+        return self.kv.at[at].get(mode="clip")

@@ -7,10 +7,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
+if TYPE_CHECKING:
+    from models.loading import LoadedModel
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -69,12 +73,49 @@ def _complain(line: str, code: int) -> int:
     return code
 
 
-def progress(total: int, *, unit: str, description: str) -> tqdm:
+def progress(total: int, *, unit: str, description: str, hide: bool = False) -> tqdm:
     """Returns a progress bar on stderr: `update(n)` moves it, `with` closes it.
 
-    Where stderr is not a terminal it shows nothing.
+    With `hide`, or where stderr is not a terminal, it shows nothing.
     """
-    return tqdm(total=total, unit=unit, desc=description, disable=None)
+    return tqdm(total=total, unit=unit, desc=description, disable=True if hide else None)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--model` and `--dtype`, which `load_model` takes."""
+    parser.add_argument(
+        "--model",
+        default="smollm2-135m",
+        metavar="M",
+        help="smollm2-135m (the default), gemma3-270m, a Hugging Face directory, a .gguf file, or "
+        "a directory that `convert` wrote",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="f32", help="of the weights (default: %(default)s)"
+    )
+
+
+def load_model(arguments: argparse.Namespace) -> "LoadedModel":
+    """Loads what `--model` names in the dtype of `--dtype`, under a progress bar.
+
+    Raises:
+      ModelError: there is no such model, or it cannot be used.
+    """
+    # Imported late, for the sake of the mains that load nothing.
+    from models.loading import load_model
+
+    bars: list[tqdm] = []
+
+    def show(done: int, total: int) -> None:
+        if not bars:  # not before the download, which has a bar of its own
+            bars.append(tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=None))
+        bars[0].update(done - bars[0].n)
+
+    try:
+        return load_model(arguments.model, DTYPES[arguments.dtype], progress=show)
+    finally:
+        for bar in bars:
+            bar.close()
 
 
 def format_bytes(num_bytes: float) -> str:

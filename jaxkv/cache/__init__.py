@@ -3,6 +3,8 @@
 from jaxkv.cache.formats import FORMATS as FORMATS
 from jaxkv.cache.formats import KVFormat as KVFormat
 from jaxkv.cache.formats import get_format as get_format
+from jaxkv.cache.invariants import check_cache as check_cache
+from jaxkv.cache.invariants import check_tables as check_tables
 from jaxkv.cache.spec import CacheSpec as CacheSpec
 from jaxkv.cache.spec import LayerGroup as LayerGroup
 from jaxkv.cache.spec import LayerSpec as LayerSpec

@@ -124,8 +124,9 @@ def gather_dense(cache: KVCache, layer: int, page_table: jax.Array) -> tuple[jax
     """
     pages = cache.layers[layer]
     slot = jnp.arange(page_table.shape[1] * pages.page_size)
-    kv = pages.tokens(page_table[:, slot // pages.page_size], slot % pages.page_size)
-    return kv[:, :, :, 0], kv[:, :, :, 1]
+    page = page_table[:, slot // pages.page_size]
+    offset = jnp.broadcast_to(slot % pages.page_size, page.shape)
+    return pages.keys(page, offset).swapaxes(1, 2), pages.values(page, offset).swapaxes(1, 2)
 
 
 def export_pages(cache: KVCache, group: int, page_ids: jax.Array) -> ExportedPages:

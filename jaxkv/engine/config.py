@@ -20,7 +20,8 @@ class EngineConfig:
       max_length: longest sequence, prompt and answer; None takes the model's.
       kv_format: how K and V are stored, a name of `jaxkv.cache.FORMATS`.
       deterministic: a sequence's logits have the same bits whatever else is in the batch, however
-        its prompt is cut into chunks, and whatever the page size. Slower: small steps are padded.
+        its prompt is cut into chunks, and whatever the page size. Slower: small steps are padded,
+        and no step has more than 64 tokens.
       backend: attention backend, or None for the platform's best.
     """
 

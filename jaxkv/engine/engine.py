@@ -29,6 +29,7 @@ from jaxkv.engine.scheduler import Scheduler, StepPlan
 from jaxkv.engine.sequence import Sequence, mark_seen
 from jaxkv.engine.step import ShapeTable, StepFunctions, StepResult, build_inputs
 from jaxkv.engine.stopping import AnswerText
+from jaxkv.attention import preferred_layout
 from jaxkv.prefix import PagePool, SequencePages
 
 
@@ -70,12 +71,13 @@ class Engine:
         capacity = min(pool.capacity for pool in self.pools) * self.spec.page_size
         longest = min(self.config.max_length or model.max_positions, model.max_positions)
         self.max_length = min(longest, capacity)
-        self._scheduler = Scheduler(self.config.max_sequences, self.config.token_budget)
         self._shapes = ShapeTable.plan(
             self.config.max_sequences,
             self.config.token_budget,
             deterministic=self.config.deterministic,
         )
+        budget = min(self.config.token_budget, self._shapes.most_tokens)
+        self._scheduler = Scheduler(self.config.max_sequences, budget)
         self._functions = StepFunctions(
             model, backend=self.config.backend, deterministic=self.config.deterministic
         )
@@ -87,6 +89,13 @@ class Engine:
     def has_work(self) -> bool:
         """Some request is unfinished."""
         return bool(self._sequences)
+
+    @property
+    def kv_bytes_held(self) -> int:
+        """Bytes of the pages that sequences hold now."""
+        return sum(
+            pool.num_held * self.spec.bytes_per_page(group) for group, pool in enumerate(self.pools)
+        )
 
     def submit(self, request: Request) -> Completion:
         """Queues a request.
@@ -140,6 +149,7 @@ class Engine:
         if plan is None:
             return []
         start = time.perf_counter()
+        self.metrics.peak_kv_bytes = max(self.metrics.peak_kv_bytes, self.kv_bytes_held)
         shape = self._shapes.fit(plan)
         inputs = build_inputs(plan, shape)
         sampling = self._sampling_inputs(plan, shape.num_sequences)
@@ -226,7 +236,7 @@ class Engine:
             sequence.num_computed += entry.num_tokens
             if not completes:
                 continue
-            if sequence.request.max_new_tokens == 0:
+            if len(sequence.tokens) >= sequence.max_tokens:  # nothing was asked for, or fits
                 self._finish(sequence, FinishReason.LENGTH)
                 deltas.append(Delta(sequence.completion, (), ""))
                 continue
@@ -267,25 +277,22 @@ class Engine:
 
     def _book_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         """Fills in the log-probabilities of the prompt tokens that follow computed ones."""
-        wanted = [entry.sequence.completion.prompt_logprobs is not None for entry in plan.entries]
-        if not any(wanted):
-            return
         targets = np.zeros(result.hidden.shape[0], np.int32)
         spans = []
         row = 0
-        for entry, want in zip(plan.entries, wanted, strict=True):
-            prompt = entry.sequence.request.prompt
+        for entry in plan.entries:
             first = entry.sequence.num_computed + 1  # position of the first target
-            labels = prompt[first : first + entry.num_tokens]
-            if want and labels:
+            labels = entry.sequence.request.prompt[first : first + entry.num_tokens]
+            stored = entry.sequence.completion.prompt_logprobs
+            if stored is not None and labels:
                 targets[row : row + len(labels)] = labels
-                spans.append((entry.sequence, first, row, len(labels)))
+                spans.append((stored[first : first + len(labels)], row))
             row += entry.num_tokens
+        if not spans:
+            return
         logprobs = self._functions.prompt_logprobs(result.hidden, targets)
-        for sequence, first, row, n in spans:
-            stored = sequence.completion.prompt_logprobs
-            if stored is not None:
-                stored[first : first + n] = logprobs[row : row + n]
+        for span, row in spans:
+            span[:] = logprobs[row : row + len(span)]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """The one place where a request ends and its pages go back."""
@@ -299,7 +306,6 @@ class Engine:
         metrics.add_step(plan.num_tokens, seconds, is_prefill=is_prefill)
         metrics.num_preemptions = self._scheduler.num_preemptions
         metrics.step_shapes = len(self._functions.shapes)
-        metrics.peak_pages = max(metrics.peak_pages, sum(pool.num_held for pool in self.pools))
 
 
 def _cache_spec(model: DecodeModel, config: EngineConfig) -> CacheSpec:
@@ -311,11 +317,13 @@ def _cache_spec(model: DecodeModel, config: EngineConfig) -> CacheSpec:
     tokens = config.pool_tokens
     if tokens is None:
         longest = min(config.max_length or model.max_positions, model.max_positions)
-        tokens = min(config.max_sequences * longest, config.pool_bytes // bytes_per_token)
+        whole_pages = -(-longest // config.page_size) * config.page_size
+        tokens = min(config.max_sequences * whole_pages, config.pool_bytes // bytes_per_token)
     num_pages = max(1, -(-tokens // config.page_size)) + 1  # and the null page
     return CacheSpec(
         layers=model.layers,
         page_size=config.page_size,
         num_pages=(num_pages,) * len(group_layers(model.layers)),
         format=kv_format,
+        layout=preferred_layout(),
     )

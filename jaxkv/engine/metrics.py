@@ -15,7 +15,7 @@ class EngineMetrics:
       num_steps: steps run.
       generated_tokens: tokens drawn.
       num_preemptions: how often a sequence gave up its pages and started again.
-      peak_pages: most pages held at once, over all layer groups.
+      peak_kv_bytes: most bytes of pages held at once.
       step_shapes: shapes that were run, each compiled once.
     """
 
@@ -26,7 +26,7 @@ class EngineMetrics:
     num_steps: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
-    peak_pages: int = 0
+    peak_kv_bytes: int = 0
     step_shapes: int = 0
 
     def add_step(self, num_tokens: int, seconds: float, *, is_prefill: bool) -> None:

@@ -56,13 +56,15 @@ class SamplingInputs:
         def column(name: str, dtype: type[np.generic]) -> np.ndarray:
             return np.array([getattr(row, name) for row in rows], dtype)
 
+        top_k = [min(row.top_k, vocab_size) for row in rows]  # any size, and int32 here
+
         bits = np.zeros((num_rows, -(-vocab_size // 8)), np.uint8)
         for row, mask in enumerate(seen):
             if mask is not None:
                 bits[row] = mask
         return cls(
             temperature=column("temperature", np.float32),
-            top_k=column("top_k", np.int32),
+            top_k=np.array(top_k, np.int32),
             top_p=column("top_p", np.float32),
             min_p=column("min_p", np.float32),
             repetition_penalty=column("repetition_penalty", np.float32),
@@ -123,7 +125,9 @@ def _penalise(logits: jax.Array, params: SamplingInputs) -> jax.Array:
 def _draw(logits: jax.Array, params: SamplingInputs, greedy: jax.Array) -> jax.Array:
     """Draws by the Gumbel-max trick; rows of temperature 0 keep the greedy token."""
     hot = params.temperature > 0.0
-    scaled = logits / jnp.where(hot, params.temperature, 1.0)[:, None]
+    # From the largest down: a tiny temperature sends the others to -inf, and nothing to inf.
+    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = scaled / jnp.where(hot, params.temperature, 1.0)[:, None]
     filtered = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0)
     kept = jax.lax.cond(jnp.any(filtered), _filter, lambda x, _: x, scaled, params)
 
@@ -139,7 +143,7 @@ def _filter(logits: jax.Array, params: SamplingInputs) -> jax.Array:
     """Sets to -inf what top-k, then top-p, then min-p leave out; the most likely token stays."""
     V = logits.shape[1]
     ordered = -jnp.sort(-logits, axis=-1)
-    rank = jnp.arange(V, dtype=jnp.int32)
+    rank = jnp.arange(V, dtype=jnp.int32)[None]
     k = jnp.where(params.top_k > 0, params.top_k, V)[:, None]
     ordered = jnp.where(rank < k, ordered, -jnp.inf)
     probability = jax.nn.softmax(ordered, axis=-1)

@@ -6,8 +6,9 @@ which bounds how often a step is compiled:
     decode   one token a sequence: T = B = a bucket of sequences
     mixed    chunks of prompts among others: T = a bucket of tokens, B = the most sequences
 
-A deterministic step is always mixed, of at least MIN_INVARIANT_ROWS rows: from there on XLA's CPU
-products give a row the same bits whatever the other rows are, and whatever their number.
+A deterministic step is always mixed and always of DETERMINISTIC_ROWS rows. In one compiled program a
+row's bits depend on that row alone, where the products have so many rows; two programs of different
+T may differ, since XLA is free to sum a norm's squares in another order.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.sampling import Sampled, SamplingInputs, sample
 from jaxkv.engine.scheduler import StepPlan
 
-MIN_INVARIANT_ROWS = 64
+DETERMINISTIC_ROWS = 64
+MIN_MIXED_TOKENS = 64
 MAX_BUCKETS = 6  # of each kind
 MIXED_QUERY_TILE = 64
 
@@ -73,9 +75,16 @@ class ShapeTable:
 
     @classmethod
     def plan(cls, max_sequences: int, token_budget: int, *, deterministic: bool) -> "ShapeTable":
-        largest = max(token_budget, MIN_INVARIANT_ROWS)
-        decode = () if deterministic else buckets(1, max_sequences)
-        return cls(decode, buckets(MIN_INVARIANT_ROWS, largest), max_sequences)
+        """The shapes for steps of up to `token_budget` tokens, or fewer where deterministic."""
+        if deterministic:
+            return cls((), (DETERMINISTIC_ROWS,), max_sequences)
+        mixed = buckets(MIN_MIXED_TOKENS, max(token_budget, MIN_MIXED_TOKENS))
+        return cls(buckets(1, max_sequences), mixed, max_sequences)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a step can hold."""
+        return self.mixed[-1]
 
     def fit(self, plan: StepPlan) -> StepShape:
         """The smallest shape that holds a plan."""
@@ -132,7 +141,7 @@ class StepFunctions:
     """The compiled functions of one model: `run` and `prompt_logprobs`."""
 
     def __init__(self, model: DecodeModel, *, backend: str | None, deterministic: bool):
-        min_rows = MIN_INVARIANT_ROWS if deterministic else 1
+        min_rows = DETERMINISTIC_ROWS if deterministic else 1
 
         def step(
             params: Any,
@@ -152,7 +161,7 @@ class StepFunctions:
         def prompt_logprobs(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
             # In blocks: the logits of a whole chunk would be larger than the model.
             T = hidden.shape[0]
-            block = MIN_INVARIANT_ROWS
+            block = DETERMINISTIC_ROWS
             padding = -T % block
             blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[1])
 

@@ -34,8 +34,14 @@ class SequencePages:
 
         Raises:
           OutOfPages: a group has too few free pages.
+          ValueError: the rows are too short for so many tokens.
         """
         n = self.missing(num_tokens)
+        if any(self.num_pages + n > len(row) for row in self.rows):
+            raise ValueError(
+                f"{num_tokens} tokens need {self.num_pages + n} pages; a table row has "
+                f"{min(len(row) for row in self.rows)}"
+            )
         if any(pool.num_free < n for pool in self._pools):
             raise OutOfPages(f"{n} pages asked for, {min(p.num_free for p in self._pools)} free")
         for pool, row in zip(self._pools, self.rows, strict=True):

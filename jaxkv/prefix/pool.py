@@ -53,7 +53,10 @@ class PagePool:
 
         Raises:
           OutOfPages: fewer are free; none is taken.
+          ValueError: n is negative.
         """
+        if n < 0:
+            raise ValueError(f"{n} pages asked for")
         if n > len(self._free):
             raise OutOfPages(f"{n} pages asked for, {len(self._free)} of {self.capacity} free")
         pages = [self._free.pop() for _ in range(n)]

@@ -55,7 +55,7 @@ def ragged_paged_attention(
       sinks: `[H]` float32, one more logit a head in the softmax's denominator.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, before masks and sinks.
       query_tile: rows that the `xla` backend works on together. None picks by T and B; a fixed
-        value makes a row's bits independent of what else is in the batch.
+        value of 64 or more makes a row's bits independent of what else is in the batch.
       return_lse: also return the log of the softmax's denominator (sink included).
       backend: `reference`, `xla`, or None for the best on this platform.
 
@@ -87,7 +87,8 @@ def _check_arrays(
     check_pages(pages)
     require(q.ndim == 3, f"q must be [T, H, D], got {q.shape}")
     require(q.dtype in FLOATS, f"q must be float32, bfloat16 or float16, got {q.dtype}")
-    _, H, D = q.shape
+    T, H, D = q.shape
+    require(T >= 1 and H >= 1, f"q needs T >= 1 and H >= 1, got T = {T}, H = {H}")
     K = pages.num_kv_heads
     require(pages.head_dim == D, f"D of q is {D}, of the pages {pages.head_dim}")
     require(H % K == 0, f"H = {H} query heads are not a multiple of K = {K} KV heads")

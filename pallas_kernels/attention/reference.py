@@ -13,6 +13,7 @@ from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.pages import Pages
 
 
+@jax.jit(static_argnames="options")
 def ragged_paged_attention(
     q: jax.Array,
     pages: Pages,
@@ -31,12 +32,14 @@ def ragged_paged_attention(
     if options.window is not None:
         visible &= slot[None] > position[:, None] - options.window
 
-    kv = pages.tokens(page_table[seq][:, slot // P], slot % P)  # [T, S, K, 2, D]
+    page, offset = page_table[seq][:, slot // P], jnp.broadcast_to(slot % P, (T, M * P))
+    k = pages.keys(page, offset).astype(jnp.float32)  # [T, K, S, D]
+    v = pages.values(page, offset).astype(jnp.float32)
     # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
-    kv = jnp.where(visible[:, :, None, None, None], kv.astype(jnp.float32), 0.0)
+    v = jnp.where(visible[:, None, :, None], v, 0.0)
 
     grouped = q.astype(jnp.float32).reshape(T, K, H // K, D)
-    logits = jnp.einsum("tkgd,tskd->tkgs", grouped, kv[:, :, :, 0], precision="highest")
+    logits = jnp.einsum("tkgd,tksd->tkgs", grouped, k, precision="highest")
     logits = logits * options.scale
     if options.soft_cap is not None:
         logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
@@ -51,5 +54,5 @@ def ragged_paged_attention(
     weights = jnp.exp(logits - m)
     total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - m)
     weights = weights / jnp.where(total == 0.0, 1.0, total)
-    out = jnp.einsum("tkgs,tskd->tkgd", weights, kv[:, :, :, 1], precision="highest")
+    out = jnp.einsum("tkgs,tksd->tkgd", weights, v, precision="highest")
     return out.reshape(T, H, D).astype(q.dtype), (m + jnp.log(total)).reshape(T, H)

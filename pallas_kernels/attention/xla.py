@@ -26,10 +26,11 @@ from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.pages import Pages
 
 KV_CHUNK = 128  # keys a trip
-GROUP_ROWS = 128  # query rows a group of many-row tiles
+GROUP_ROWS = 64  # query rows a group of many-row tiles
 GROUP_DECODE = 32  # tiles a group when each is one row
 
 
+@jax.jit(static_argnames="options")
 def ragged_paged_attention(
     q: jax.Array,
     pages: Pages,
@@ -43,7 +44,9 @@ def ragged_paged_attention(
     B, K = page_table.shape[0], pages.num_kv_heads
     tile = options.query_tile or (1 if T <= B else 64)
     tiles = _Tiles.plan(ragged, T, tile, options.window)
-    group = min(tiles.count, max(1, GROUP_ROWS // tile) if tile > 1 else GROUP_DECODE)
+    # Many-row tiles come in groups of one shape whatever T and B are: the bits of a product, and of
+    # the sums that XLA fuses behind it, depend on its shape.
+    group = max(1, GROUP_ROWS // tile) if tile > 1 else min(tiles.count, GROUP_DECODE)
     num_groups = -(-tiles.count // group)
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
@@ -167,12 +170,13 @@ def _walk_chunks(
         m, total, acc = state
         slot = (first + j)[:, None] * KV_CHUNK + in_chunk[None]  # [W, C]
         page = jnp.take_along_axis(table, jnp.minimum(slot // P, M - 1), axis=1)
-        kv = pages.tokens(page, slot % P).astype(jnp.float32)  # [W, C, K, 2, D]
+        k = pages.keys(page, slot % P).astype(jnp.float32)  # [W, K, C, D]
+        v = pages.values(page, slot % P).astype(jnp.float32)
         seen = (slot >= tiles.low[:, None]) & (slot < tiles.high[:, None])
         # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
-        kv = jnp.where(seen[:, :, None, None, None], kv, 0.0).transpose(0, 2, 3, 1, 4)
+        v = jnp.where(seen[:, None, :, None], v, 0.0)
 
-        logits = _batched_dot(q, kv[:, :, 0], contract=(3, 3)).reshape(W, K, tile, G, KV_CHUNK)
+        logits = _batched_dot(q, k, contract=(3, 3)).reshape(W, K, tile, G, KV_CHUNK)
         if options.soft_cap is not None:
             logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
         visible = slot[:, None] <= position[:, :, None]  # [W, tile, C]
@@ -185,7 +189,7 @@ def _walk_chunks(
         weights = jnp.exp(logits - finite[..., None])
         decay = jnp.exp(m - finite)
         flat = weights.reshape(W, K, tile * G, KV_CHUNK)
-        partial = _batched_dot(flat, kv[:, :, 1], contract=(3, 2)).reshape(W, K, tile, G, D)
+        partial = _batched_dot(flat, v, contract=(3, 2)).reshape(W, K, tile, G, D)
         return m_new, total * decay + weights.sum(axis=-1), acc * decay[..., None] + partial
 
     shape = (W, K, tile, G)

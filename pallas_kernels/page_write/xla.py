@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.pages import Pages
 
 
+@jax.jit
 def write_pages(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> Pages:
     """See `pallas_kernels.page_write.api`."""
     T, K, D = k.shape
@@ -19,6 +20,7 @@ def write_pages(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> P
     return dataclasses.replace(pages, kv=kv)
 
 
+@jax.jit
 def copy_pages(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
     """See `pallas_kernels.page_write.api`."""
     moved = pages.kv.at[source].get(mode="clip")

@@ -107,11 +107,15 @@ class AttentionSuite:
 
     # Lengths, layouts, sizes, dtypes.
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize(
-        "q_lens, T",
-        [(DECODE, 8), (MIXED, 48), (PREFILL, 640)],
-        ids=["decode", "mixed", "prefill"],
+        "q_lens, T, layout",
+        [
+            (DECODE, 8, "token_major"),
+            (DECODE, 8, "head_major"),
+            (MIXED, 48, "token_major"),
+            (PREFILL, 640, "head_major"),
+        ],
+        ids=["decode", "head-major decode", "mixed", "head-major prefill"],
     )
     def test_every_length_of_cache_and_query_agrees_with_naive_attention(self, q_lens, T, layout):
         batch = random_batch(LENGTHS, q_lens, T=T)
@@ -130,6 +134,11 @@ class AttentionSuite:
         dtypes = jnp.dtype(q_dtype), jnp.dtype(kv_dtype)
         batch = random_batch(kv_lens, (2, 0, 1, 7, 1), T=12, heads=(H, K), D=D, dtypes=dtypes)
         self.check(batch, place(batch, P=P, M=M, layout=LAYOUTS[H % 2]), scale=D**-0.5)
+
+    def test_a_program_that_turns_64_bit_types_on_gets_the_same_answer(self):
+        batch = random_batch((40, 7), (20, 1), T=24)
+        with jax.enable_x64(True):
+            self.check(batch, place(batch, M=3), sinks=SINKS)
 
     # Options.
 

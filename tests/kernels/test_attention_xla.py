@@ -1,5 +1,10 @@
-from tests.kernels.attention_suite import AttentionSuite
+"""The XLA backend: the suites of values and of bits."""
+
+from typing import ClassVar
+
+from tests.kernels.bits_suite import BitsSuite
 
 
-class TestXla(AttentionSuite):
+class TestXla(BitsSuite):
     backend = "xla"
+    row_options: ClassVar = {"query_tile": 64}

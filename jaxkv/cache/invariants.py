@@ -1,0 +1,98 @@
+"""What must hold of a cache and of the tables that a step reads it by, checked on the host.
+
+For tests and for finding a fault: nothing here is called while an engine runs. Not here: a pool's
+own books (`jaxkv.prefix`), which are taken as they are.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache.spec import CacheSpec
+from jaxkv.cache.state import KVCache
+
+
+class Holders(Protocol):
+    """How many hold each page of a layer group; `jaxkv.prefix.PagePool` is one."""
+
+    def count(self, page: int) -> int:
+        """Holders of a page; raises ValueError where the pool has no such page."""
+        ...
+
+
+def check_cache(cache: KVCache, spec: CacheSpec) -> None:
+    """Checks that the arrays of a cache are those that its spec describes.
+
+    Raises:
+      ValueError: a layer, named, has another shape, dtype, layout, window or format than the
+        spec's.
+    """
+    if len(cache.layers) != len(spec.layers):
+        raise ValueError(f"the cache has {len(cache.layers)} layers, the spec {len(spec.layers)}")
+    if cache.format != spec.format.name:
+        raise ValueError(f"the cache's format is {cache.format}, the spec's {spec.format.name}")
+    for g, group in enumerate(spec.groups):
+        for index in group.layers:
+            layer, pages = spec.layers[index], cache.layers[index]
+            tokens, heads = spec.page_size, 2 * layer.kv_heads
+            middle = (tokens, heads) if spec.layout == "token_major" else (heads, tokens)
+            facts = {
+                "layout": (pages.layout, spec.layout),
+                "shape": (pages.kv.shape, (spec.num_pages[g], *middle, layer.head_dim)),
+                "dtype": (pages.kv.dtype, jnp.dtype(spec.format.dtype)),
+                "group": (cache.groups[index], g),
+                "window": (cache.windows[cache.groups[index]], layer.window),
+            }
+            for name, (got, want) in facts.items():
+                if got != want:
+                    raise ValueError(f"layer {index}: {name} is {got}, the spec says {want}")
+
+
+def check_tables(
+    page_tables: Sequence[np.ndarray],
+    kv_lens: np.ndarray,
+    query_lens: np.ndarray,
+    pools: Sequence[Holders],
+    page_size: int,
+) -> None:
+    """Checks that a step may read and write through its page tables.
+
+    In every layer group, each page of a sequence's tokens is a page of the pool that somebody
+    holds, and a page that the step writes (one with a slot of a query token) is in no other
+    sequence's live range, nor twice in its own.
+
+    Args:
+      page_tables: for each layer group `[B, M]` int32.
+      kv_lens: `[B]` int32, tokens in the cache after the step.
+      query_lens: `[B]` int32, how many of them the step writes.
+      pools: who holds what, one a layer group.
+      page_size: P.
+
+    Raises:
+      ValueError: naming group, sequence and page.
+    """
+    for group, (table, pool) in enumerate(zip(page_tables, pools, strict=True)):
+        readers: dict[int, list[int]] = {}
+        written: dict[int, int] = {}
+        for b, (row, length, queries) in enumerate(zip(table, kv_lens, query_lens, strict=True)):
+            where = f"group {group}, sequence {b}"
+            num_live = -(-int(length) // page_size)
+            if num_live > len(row):
+                raise ValueError(f"{where}: {length} tokens need {num_live} pages, M = {len(row)}")
+            first_written = (int(length) - int(queries)) // page_size
+            for place, page in enumerate(row[:num_live].tolist()):
+                if page == 0:
+                    raise ValueError(f"{where}: page {place} of its tokens is the null page")
+                if pool.count(page) == 0:
+                    raise ValueError(f"{where}: page {page} is in use and nobody holds it")
+                readers.setdefault(page, []).append(b)
+                if queries and place >= first_written:
+                    written[page] = b
+        for page, b in written.items():
+            if len(readers[page]) > 1:
+                raise ValueError(
+                    f"group {group}, sequence {b}: page {page} is written, and is in the live "
+                    f"ranges of sequences {readers[page]}"
+                )

@@ -1,0 +1,97 @@
+"""The front door: whatever a `--model` may name, loaded with its tokenizer.
+
+A name of `models.pretrained.RELEASES`, a Hugging Face directory, a GGUF file, or a checkpoint of
+our own. Not here: how each is read (`models.checkpoints`, `models.orbax_checkpoint`), nor how
+tensors become parameters (`models.weights`).
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from models.checkpoints import open_checkpoint
+from models.checkpoints.gguf_reader import GgufCheckpoint
+from models.decode_model import FlaxDecodeModel
+from models.errors import ModelError
+from models.pretrained import RELEASES, model_path
+from models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
+from models.weights import Progress, load_weights
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that is ready to decode.
+
+    Attributes:
+      name: as the user gave it.
+      model: the decoder with its parameters.
+      tokenizer: None where the checkpoint has weights alone.
+      source: the file or directory that it was read from.
+    """
+
+    name: str
+    model: FlaxDecodeModel
+    tokenizer: Tokenizer | None
+    source: Path
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer; raises ModelError where there is none."""
+        if self.tokenizer is None:
+            raise ModelError(
+                f"{self.source}: has no tokenizer, so it takes token ids and no text; put the "
+                "model's tokenizer.json beside its config.json"
+            )
+        return self.tokenizer
+
+
+def load_model(
+    name_or_path: str, dtype: DTypeLike = jnp.float32, *, progress: Progress | None = None
+) -> LoadedModel:
+    """Loads a model, tensor by tensor; a named one is downloaded the first time.
+
+    Args:
+      name_or_path: a key of `models.pretrained.RELEASES`, which wins over a path of that name; a
+        directory of `config.json` and `.safetensors` files; a `.gguf` file; or a directory that
+        `models.orbax_checkpoint.save_checkpoint` wrote.
+      dtype: of the matrices: float32, bfloat16 or float16. Norm weights are float32 always.
+      progress: called with the bytes of parameters that are in place, and their total.
+
+    Raises:
+      ModelError: `name_or_path` is none of these, or what is there cannot be used.
+    """
+    if jnp.dtype(dtype).name not in DTYPES:
+        raise ModelError(f"weights of {jnp.dtype(dtype).name}: {', '.join(DTYPES)} will do")
+    path = model_path(name_or_path) if name_or_path in RELEASES else Path(name_or_path)
+    if (path / "jaxkv.json").is_file():
+        # Imported late: Orbax takes a second to import, and few runs need it.
+        from models.orbax_checkpoint import open_orbax
+
+        return replace(open_orbax(path, dtype, progress=progress), name=name_or_path)
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if not is_gguf and not (path / "config.json").is_file():
+        raise ModelError(
+            f"{name_or_path!r} is no model; what may be given: {', '.join(RELEASES)}, a Hugging "
+            "Face directory (config.json and .safetensors files), a .gguf file, or a directory "
+            "that `python scripts convert` wrote"
+        )
+    checkpoint = open_checkpoint(path)
+    if isinstance(checkpoint, GgufCheckpoint):
+        tokenizer = _gguf_tokenizer(checkpoint)
+    else:
+        tokenizer = tokenizer_from_dir(path) if (path / "tokenizer.json").exists() else None
+    model = load_weights(checkpoint, dtype, progress)
+    return LoadedModel(name_or_path, model, tokenizer, path)
+
+
+def _gguf_tokenizer(checkpoint: GgufCheckpoint) -> Tokenizer | None:
+    metadata = checkpoint.file.metadata
+    if "tokenizer.ggml.model" not in metadata:
+        return None
+    try:
+        return tokenizer_from_gguf(metadata)
+    except ModelError as error:
+        raise ModelError(f"{checkpoint.file.path}: {error}") from None

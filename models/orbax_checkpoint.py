@@ -1,0 +1,227 @@
+"""Checkpoints of our own: a decoder's parameters through Orbax, with its config and tokenizer.
+
+    jaxkv.json    version, config, dtype, and the size of every file below
+    params/       Orbax; one entry a parameter, named by its path: `layers.0.mlp.down.weight`
+    tokenizer/    of a Hugging Face directory its files, of a GGUF file its metadata as JSON;
+                  absent where the model has no tokenizer
+
+Parameters are as the decoder holds them (q, k and v in one matrix), so that reading is only
+reading. Not here: optimizer state, or several steps of a run.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.typing import DTypeLike
+
+from models.checkpoints.config_json import config_from_json, config_to_json
+from models.checkpoints.gguf_file import open_gguf
+from models.config import ModelConfig
+from models.decode_model import FlaxDecodeModel, ParamPath
+from models.errors import ModelError
+from models.loading import LoadedModel
+from models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
+from models.weights import Progress, abstract_model
+
+HEADER, PARAMS, TOKENIZER = "jaxkv.json", "params", "tokenizer"
+VERSION = 1
+_GGUF_METADATA = "gguf.json"
+_TOKENIZER_FILES = (  # what `tokenizer_from_dir` reads
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.jinja",
+)
+_GROUP_BYTES = 16 << 20  # read at once: few calls, and little beside the parameters in memory
+
+
+def check_target(path: Path) -> None:
+    """Raises ModelError unless `path` is absent or an empty directory."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ModelError(f"{path}: exists already; name a new or empty directory")
+
+
+def save_checkpoint(path: Path, loaded: LoadedModel) -> None:
+    """Writes a model to a directory, which appears whole or not at all.
+
+    Args:
+      path: absent, or an empty directory.
+      loaded: parameters are written as they are, tokenizer files from where they were read.
+
+    Raises:
+      ModelError: `path` holds something, or cannot be written.
+    """
+    path = Path(path)
+    check_target(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{path.name}-", dir=path.parent) as temporary:
+            folder = Path(temporary) / path.name
+            folder.mkdir()
+            _save_tokenizer(loaded, folder / TOKENIZER)
+            _save_params(loaded.model, folder / PARAMS)
+            (folder / HEADER).write_text(json.dumps(_header(loaded.model, folder), indent=1))
+            folder.rename(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def open_orbax(
+    path: Path, dtype: DTypeLike | None = None, *, progress: Progress | None = None
+) -> LoadedModel:
+    """Reads what `save_checkpoint` wrote.
+
+    Args:
+      path: of the directory.
+      dtype: of the matrices; None takes the one they were saved in, and then every bit returns.
+      progress: called with the bytes of parameters that are in place, and their total.
+
+    Raises:
+      ModelError: the directory is missing, not one of ours, of another version, or damaged.
+    """
+    path = Path(path)
+    header = _read_header(path)
+    config = config_from_json(header["config"], f"{path / HEADER}: config")
+    model = _read_params(
+        path / PARAMS, config, header["dtype"] if dtype is None else dtype, progress
+    )
+    return LoadedModel(str(path), model, _read_tokenizer(path / TOKENIZER), path)
+
+
+def _header(model: FlaxDecodeModel, folder: Path) -> dict[str, Any]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {
+        "version": VERSION,
+        "dtype": model.named_params[("embedding",)].dtype.name,
+        "config": config_to_json(model.config),
+        "files": {file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
+    }
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """The header, checked, and with it that every file is there in its whole length."""
+    file = path / HEADER
+    try:
+        header = json.loads(file.read_bytes())
+    except OSError:
+        raise ModelError(
+            f"{path}: has no {HEADER}, so it is no checkpoint that `python scripts convert` wrote"
+        ) from None
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or "version" not in header:
+        raise ModelError(f"{file}: is damaged; write the checkpoint again")
+    if header["version"] != VERSION:
+        raise ModelError(
+            f"{file}: is of version {header['version']!r}, and only {VERSION} is read; write the "
+            "checkpoint again"
+        )
+    kinds = {"dtype": str, "config": dict, "files": dict}
+    if not all(isinstance(header.get(key), kind) for key, kind in kinds.items()):
+        raise ModelError(f"{file}: is damaged; write the checkpoint again")
+    for name, size in header["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes in place of {size}"
+            raise ModelError(f"{path / name}: {state}; copy or write the checkpoint again")
+    return header
+
+
+def _save_params(model: FlaxDecodeModel, folder: Path) -> None:
+    tree = {_entry(path): value for path, value in model.named_params.items()}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree))
+
+
+def _read_params(
+    folder: Path, config: ModelConfig, dtype: DTypeLike, progress: Progress | None
+) -> FlaxDecodeModel:
+    graphdef, shapes = abstract_model(config, dtype)
+    entries = {_entry(path): shape for path, shape in shapes.items()}
+    done, total = 0, sum(_num_bytes(shape) for shape in shapes.values())
+    read: dict[str, jax.Array] = {}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        for group in _groups(entries):
+            try:
+                read |= checkpointer.restore(folder.absolute(), args=_restore_args(group))
+            except Exception as error:  # Orbax raises whatever the storage below it does
+                reason = (str(error) or type(error).__name__).partition("\n")[0]
+                raise ModelError(
+                    f"{folder}: cannot be read ({reason:.200}); copy or write the checkpoint again"
+                ) from error
+            done += sum(_num_bytes(shape) for shape in group.values())
+            if progress is not None:
+                progress(done, total)
+    named = {path: read[_entry(path)] for path in shapes}
+    return FlaxDecodeModel.from_named(config, graphdef, named)
+
+
+def _restore_args(group: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRestore:
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    target = {
+        name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+        for name, shape in group.items()
+    }
+    return ocp.args.PyTreeRestore(
+        item=target,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+        partial_restore=True,
+    )
+
+
+def _groups(
+    entries: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Cuts `entries` into runs of about _GROUP_BYTES; a larger parameter is one by itself."""
+    group: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, shape in entries.items():
+        if group and sum(map(_num_bytes, group.values())) + _num_bytes(shape) > _GROUP_BYTES:
+            yield group
+            group = {}
+        group[name] = shape
+    yield group
+
+
+def _entry(path: ParamPath) -> str:
+    return ".".join(map(str, path))
+
+
+def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
+    return shape.size * shape.dtype.itemsize
+
+
+def _save_tokenizer(loaded: LoadedModel, folder: Path) -> None:
+    if loaded.tokenizer is None:
+        return
+    source = loaded.source
+    if (source / HEADER).is_file():
+        shutil.copytree(source / TOKENIZER, folder)
+        return
+    folder.mkdir()
+    if source.is_dir():
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        return
+    metadata = open_gguf(source).metadata
+    kept = {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}
+    (folder / _GGUF_METADATA).write_text(json.dumps(kept))
+
+
+def _read_tokenizer(folder: Path) -> Tokenizer | None:
+    if not folder.is_dir():
+        return None
+    metadata = folder / _GGUF_METADATA
+    if not metadata.is_file():
+        return tokenizer_from_dir(folder)
+    try:
+        return tokenizer_from_gguf(json.loads(metadata.read_bytes()))
+    except ValueError as error:  # ModelError too, which does not know the file
+        raise ModelError(f"{metadata}: {error}") from None

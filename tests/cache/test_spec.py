@@ -1,0 +1,77 @@
+"""Sizes and groups of a cache's static description."""
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxkv.cache import FORMATS, CacheSpec, LayerSpec, get_format, group_layers, init_cache
+
+LAYERS = st.lists(
+    st.builds(
+        LayerSpec,
+        kv_heads=st.integers(1, 3),
+        head_dim=st.sampled_from([8, 16]),
+        window=st.sampled_from([None, 4, 512]),
+    ),
+    min_size=1,
+    max_size=5,
+).map(tuple)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layers=LAYERS,
+    page_size=st.sampled_from([8, 16]),
+    name=st.sampled_from(sorted(FORMATS)),
+    layout=st.sampled_from(["token_major", "head_major"]),
+    data=st.data(),
+)
+def test_nbytes_is_the_sum_of_the_bytes_on_the_device(layers, page_size, name, layout, data):
+    groups = len({layer.window for layer in layers})
+    num_pages = data.draw(st.tuples(*[st.integers(2, 4)] * groups))
+    spec = CacheSpec(
+        layers=layers,
+        page_size=page_size,
+        num_pages=num_pages,
+        format=get_format(name),
+        layout=layout,
+    )
+    cache = init_cache(spec)
+    assert spec.nbytes == sum(pages.kv.nbytes for pages in cache.layers)
+    for g, group in enumerate(spec.groups):
+        page_bytes = sum(cache.layers[i].kv[0].nbytes for i in group.layers)
+        assert spec.bytes_per_page(g) == page_bytes
+
+
+@given(layers=LAYERS)
+def test_every_layer_is_in_the_one_group_of_its_window(layers):
+    groups = group_layers(layers)
+    assert sorted(i for group in groups for i in group.layers) == list(range(len(layers)))
+    assert all(layers[i].window == group.window for group in groups for i in group.layers)
+    assert len({group.window for group in groups}) == len(groups)
+
+
+def test_groups_come_in_order_of_first_appearance():
+    windows = (512, None, 512, None, 4)
+    layers = tuple(LayerSpec(kv_heads=1, head_dim=8, window=w) for w in windows)
+    groups = [(group.window, group.layers) for group in group_layers(layers)]
+    assert groups == [(512, (0, 2)), (None, (1, 3)), (4, (4,))]
+
+
+def test_an_unknown_format_is_refused_with_the_list_of_formats():
+    with pytest.raises(ValueError, match=r"no KV format 'int3'; there are f32, bf16, f16"):
+        get_format("int3")
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [("f32", jnp.float32), ("bf16", jnp.bfloat16), ("f16", jnp.float16)]
+)
+def test_a_format_stores_values_as_its_dtype(name, dtype):
+    spec = CacheSpec(
+        layers=(LayerSpec(kv_heads=1, head_dim=8),),
+        page_size=8,
+        num_pages=(2,),
+        format=get_format(name),
+    )
+    assert init_cache(spec).layers[0].kv.dtype == dtype

@@ -1,0 +1,215 @@
+"""The functional cache against a dict of lists, and what its transformations may touch."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.cache import (
+    CacheSpec,
+    KVCache,
+    LayerSpec,
+    copy_pages,
+    export_pages,
+    gather_dense,
+    get_format,
+    import_pages,
+    init_cache,
+    write,
+)
+
+P = 8
+WINDOWS = (None, 12, None)
+K, D = (2, 1, 2), 8
+SPEC = CacheSpec(
+    layers=tuple(LayerSpec(kv_heads=k, head_dim=D, window=w) for k, w in zip(K, WINDOWS)),
+    page_size=P,
+    num_pages=(9, 6),
+    format=get_format("f32"),
+)
+LAYOUTS = pytest.mark.parametrize("layout", ["token_major", "head_major"])
+
+
+def filled(spec: CacheSpec, seed: int = 0) -> KVCache:
+    """A cache of random values, every slot another."""
+    rng = np.random.default_rng(seed)
+    cache = init_cache(spec)
+    for i, pages in enumerate(cache.layers):
+        values = rng.standard_normal(pages.kv.shape)
+        kv = jnp.asarray(values, pages.kv.dtype)
+        cache = cache.replace_layer(i, replace(pages, kv=kv))
+    return cache
+
+
+def arrays(cache: KVCache) -> list[np.ndarray]:
+    return [np.array(pages.kv) for pages in cache.layers]
+
+
+def ids(*pages: int) -> jax.Array:
+    return jnp.array(pages, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "layer, layout, name",
+    [
+        (0, "token_major", "f32"),
+        (1, "token_major", "bf16"),
+        (1, "head_major", "f32"),
+        (2, "head_major", "bf16"),
+    ],
+)
+def test_what_is_written_is_what_is_gathered(layer, layout, name):
+    spec = replace(SPEC, layout=layout, format=get_format(name))
+    cache = init_cache(spec)
+    rng = np.random.default_rng(layer)
+    table = rng.permutation(np.arange(1, 6))  # one sequence of five pages, out of order
+    stored: dict[int, list[np.ndarray]] = {}  # position -> [k, v]
+    start = 0
+    for n in (1, P + 2, P + 2, 1, P + 2, 1):
+        k, v = rng.standard_normal((2, n, K[layer], D)).astype(np.float32)
+        position = np.arange(start, start + n)
+        slots = table[position // P] * P + position % P
+        cache = write(cache, layer, *map(jnp.asarray, (k, v)), jnp.asarray(slots, jnp.int32))
+        stored |= {int(p): [k[i], v[i]] for i, p in enumerate(position)}
+        start += n
+    got = gather_dense(cache, layer, jnp.asarray(table[None], jnp.int32))
+    dtype = spec.format.dtype
+    for part in (0, 1):
+        assert got[part].shape == (1, 5 * P, K[layer], D)
+        assert got[part].dtype == dtype
+        want = np.array(jnp.asarray([stored[p][part] for p in range(start)], dtype))
+        np.testing.assert_array_equal(np.array(got[part][0, :start]), want)
+        assert not np.array(got[part][0, start:]).any()  # pages start as zeros
+    untouched = [np.array(p.kv) for i, p in enumerate(cache.layers) if i != layer]
+    assert not any(array.any() for array in untouched)
+
+
+@LAYOUTS
+def test_rows_of_a_table_are_gathered_independently(layout):
+    cache = filled(replace(SPEC, layout=layout))
+    table = np.array([[3, 1], [1, 4], [0, 0]], np.int32)
+    both = gather_dense(cache, 0, jnp.asarray(table))
+    kv = arrays(cache)[0]
+    if layout == "head_major":
+        kv = kv.swapaxes(1, 2)
+    for b, row in enumerate(table):
+        want = np.concatenate([kv[page] for page in row])  # [M * P, 2K, D]
+        np.testing.assert_array_equal(both[0][b], want[:, 0::2])
+        np.testing.assert_array_equal(both[1][b], want[:, 1::2])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("group, layers", [(0, (0, 2)), (1, (1,))])
+def test_copying_pages_changes_the_targets_in_the_layers_of_the_group_and_nothing_else(
+    group, layers, layout
+):
+    cache = filled(replace(SPEC, layout=layout))
+    before = arrays(cache)
+    # 2 is both: all reads come before all writes.
+    copied = arrays(copy_pages(cache, group, ids(1, 2, 4), ids(2, 3, 5)))
+    for i, (old, new) in enumerate(zip(before, copied, strict=True)):
+        want = old.copy()
+        if i in layers:
+            want[[2, 3, 5]] = old[[1, 2, 4]]
+        np.testing.assert_array_equal(new, want)
+    for now, then in zip(arrays(cache), before, strict=True):
+        np.testing.assert_array_equal(now, then)  # the argument is a value
+
+
+@LAYOUTS
+@pytest.mark.parametrize("group, layers", [(0, (0, 2)), (1, (1,))])
+def test_exported_pages_arrive_in_another_cache_at_other_ids(group, layers, layout):
+    spec = replace(SPEC, layout=layout)
+    source, target = filled(spec, 0), filled(replace(spec, num_pages=(20, 20)), 1)
+    old, before = arrays(source), arrays(target)
+    after = arrays(import_pages(target, group, ids(7, 1), export_pages(source, group, ids(2, 5))))
+    for i, want in enumerate(before):
+        if i in layers:
+            want[[7, 1]] = old[i][[2, 5]]
+        np.testing.assert_array_equal(after[i], want)
+
+
+@pytest.mark.parametrize(
+    "target, group, pages, message",
+    [
+        pytest.param(
+            dict(format=get_format("bf16")),
+            0,
+            2,
+            r"format f32 \(token_major\) do not fit a cache of format bf16",
+            id="format",
+        ),
+        pytest.param(
+            dict(layout="head_major"), 0, 2, r"a cache of format f32 \(head_major\)", id="layout"
+        ),
+        pytest.param({}, 0, 1, r"have shapes .*, the group takes", id="number of pages"),
+        pytest.param({}, 1, 2, r"have shapes .*, the group takes", id="number of layers"),
+        pytest.param(dict(page_size=16), 0, 2, r"\(2, 16, 4, 8\)", id="page size"),
+    ],
+)
+def test_pages_that_do_not_fit_are_refused_by_name(target, group, pages, message):
+    exported = export_pages(filled(SPEC), 0, ids(1, 2))
+    with pytest.raises(ValueError, match=message):
+        import_pages(init_cache(replace(SPEC, **target)), group, ids(3, 4)[:pages], exported)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        pytest.param(dict(layers=(), num_pages=()), "at least one layer", id="no layer"),
+        pytest.param(dict(num_pages=(9,)), "1 entries for 2 layer groups", id="too few pools"),
+        pytest.param(dict(num_pages=(9, 6, 6)), "3 entries for 2 layer", id="too many pools"),
+        pytest.param(dict(num_pages=(9, 1)), "the null page and one more", id="null page only"),
+    ],
+)
+def test_a_spec_that_describes_no_cache_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        init_cache(replace(SPEC, **change))
+
+
+def test_an_empty_cache_is_all_zeros_and_knows_its_groups():
+    cache = init_cache(SPEC)
+    assert not any(array.any() for array in arrays(cache))
+    assert (cache.groups, cache.windows) == ((0, 1, 0), (None, 12))
+    assert [cache.layers_of(g) for g in (0, 1)] == [(0, 2), (1,)]
+    assert [pages.num_pages for pages in cache.layers] == [9, 6, 9]
+
+
+@LAYOUTS
+@pytest.mark.parametrize("operation", ["write", "copy", "import"])
+def test_a_donated_cache_is_changed_in_place(operation, layout):
+    spec = replace(SPEC, layout=layout, num_pages=(64, 64))
+
+    def change(cache: KVCache, rows: jax.Array, index: jax.Array) -> KVCache:
+        if operation == "write":
+            for layer, k in enumerate(K):
+                cache = write(cache, layer, rows[:, :k], rows[:, :k], index)
+            return cache
+        for group in (0, 1):
+            if operation == "copy":
+                cache = copy_pages(cache, group, index, index + 1)
+            else:
+                cache = import_pages(cache, group, index, export_pages(cache, group, index + 1))
+        return cache
+
+    rows, index = jnp.ones((4, 2, D)), ids(1, 9, 17, 33)
+    cache = init_cache(spec)
+    step = jax.jit(change, donate_argnums=0).lower(cache, rows, index).compile()
+    memory = step.memory_analysis()
+    assert memory.alias_size_in_bytes >= spec.nbytes
+    # No second pool is made on the way either.
+    assert memory.temp_size_in_bytes < cache.layers[0].kv.nbytes
+    step(cache, rows, index)
+    assert all(pages.kv.is_deleted() for pages in cache.layers)
+
+
+def test_jit_sees_a_cache_of_the_same_spec_as_the_same_type():
+    traces = []
+    step = jax.jit(lambda cache: traces.append(cache) or cache)
+    step(filled(SPEC))
+    step(init_cache(SPEC))
+    assert len(traces) == 1
+    step(init_cache(replace(SPEC, layout="head_major")))
+    assert len(traces) == 2

@@ -1,0 +1,12 @@
+"""One tiny decoder, compiled once, for all tests of the engine."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.engine.tiny")  # before it is imported
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    from tests.engine.tiny import Tiny
+
+    return Tiny.random()

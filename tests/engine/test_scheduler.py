@@ -1,0 +1,224 @@
+"""The scheduler as host logic: budgets, order, preemption, and that every request ends."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxkv.engine import Completion, Request
+from jaxkv.engine.scheduler import Scheduler, StepPlan
+from jaxkv.engine.sequence import Sequence
+from jaxkv.prefix import PagePool, SequencePages
+
+P = 4
+
+
+class World:
+    """A scheduler, its pools, and a model that takes no time: token 0 always follows."""
+
+    def __init__(self, *, pages: tuple[int, ...] = (100,), max_sequences: int = 8, budget: int = 16):
+        self.pools = [PagePool(n + 1) for n in pages]
+        self.longest = min(pages) * P
+        self.budget = budget
+        self.max_sequences = max_sequences
+        self.scheduler = Scheduler(max_sequences, budget)
+        self.unfinished: list[Sequence] = []  # in order of arrival
+
+    def submit(self, prompt: int, new: int) -> Sequence:
+        sequence = Sequence(
+            request=Request(prompt=(0,) * prompt, max_new_tokens=new),
+            completion=Completion(0, prompt),
+            pages=SequencePages(self.pools, P, min(pool.capacity for pool in self.pools)),
+            max_tokens=min(prompt + new, self.longest),
+            tokens=[0] * prompt,
+            text=None,
+            seen=None,
+            submitted=0.0,
+        )
+        self.scheduler.add(sequence)
+        self.unfinished.append(sequence)
+        return sequence
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.check(plan)
+            self.apply(plan)
+        return plan
+
+    def check(self, plan: StepPlan) -> None:
+        assert 0 < plan.num_tokens <= self.budget
+        assert len(plan.entries) <= self.max_sequences
+        sequences = [entry.sequence for entry in plan.entries]
+        assert len(set(map(id, sequences))) == len(sequences)
+        for entry in plan.entries:
+            assert 0 < entry.num_tokens <= entry.sequence.num_uncomputed
+            end = entry.sequence.num_computed + entry.num_tokens
+            assert entry.sequence.pages.num_pages >= end / P
+        # First come, first served: nobody starts before those that came earlier.
+        running = [s for s in self.unfinished if s in self.scheduler.running]
+        assert running == self.scheduler.running == self.unfinished[: len(running)]
+        assert list(self.scheduler.waiting) == self.unfinished[len(running) :]
+
+    def apply(self, plan: StepPlan) -> None:
+        for entry in plan.entries:
+            completes = entry.completes
+            entry.sequence.num_computed += entry.num_tokens
+            if completes:
+                entry.sequence.tokens.append(0)
+                if len(entry.sequence.tokens) >= entry.sequence.max_tokens:
+                    self.remove(entry.sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self.unfinished.remove(sequence)
+
+    def shares(self, plan: StepPlan | None) -> list[tuple[int, int]]:
+        """Prompt length (the name of a sequence here) and tokens, an entry each."""
+        assert plan is not None
+        return [(len(e.sequence.request.prompt), e.num_tokens) for e in plan.entries]
+
+
+def test_nothing_queued_is_no_plan():
+    assert World().scheduler.plan() is None
+
+
+def test_a_long_prompt_is_cut_into_chunks_of_the_budget():
+    world = World(budget=16)
+    world.submit(37, 3)
+    steps = [world.shares(world.step()) for _ in range(5)]
+    assert steps == [[(37, 16)], [(37, 16)], [(37, 5)], [(37, 1)], [(37, 1)]]
+    assert world.scheduler.plan() is None
+
+
+def test_those_that_decode_go_first_and_prompts_take_the_rest_in_order():
+    world = World(budget=16)
+    world.submit(5, 9)
+    world.submit(6, 9)
+    assert world.shares(world.step()) == [(5, 5), (6, 6)]
+    world.submit(30, 9)
+    world.submit(4, 9)
+    assert world.shares(world.step()) == [(5, 1), (6, 1), (30, 14)]
+    assert world.shares(world.step()) == [(5, 1), (6, 1), (30, 14)]
+    assert world.shares(world.step()) == [(5, 1), (6, 1), (30, 2), (4, 4)]
+    assert world.shares(world.step()) == [(5, 1), (6, 1), (30, 1), (4, 1)]
+
+
+def test_no_more_sequences_run_than_the_limit():
+    world = World(max_sequences=2)
+    for prompt in (3, 4, 5):
+        world.submit(prompt, 2)
+    assert world.shares(world.step()) == [(3, 3), (4, 4)]
+    assert world.shares(world.step()) == [(3, 1), (4, 1)]
+    assert world.shares(world.step()) == [(5, 5)]
+
+
+def test_the_one_that_came_last_gives_up_its_pages_and_starts_again():
+    world = World(pages=(5,))
+    first, second, third = world.submit(8, 9), world.submit(7, 9), world.submit(3, 9)
+    world.scheduler.plan()  # takes all five pages: 2, 2 and 1
+    for sequence in (first, second, third):
+        sequence.num_computed = len(sequence.tokens)
+        sequence.tokens.append(0)
+    plan = world.scheduler.plan()  # the first needs a third page
+    assert world.shares(plan) == [(8, 1), (7, 1)]
+    assert world.scheduler.num_preemptions == 1
+    assert (third.num_computed, third.pages.num_pages, len(third.tokens)) == (0, 0, 4)
+    assert list(world.scheduler.waiting) == [third]
+
+
+def test_preempted_sequences_keep_their_order():
+    world = World(pages=(6,))
+    sequences = [world.submit(n, 30) for n in (8, 7, 6, 3)]
+    for _ in range(8):
+        world.step()
+        arrived = [*world.scheduler.running, *world.scheduler.waiting]
+        assert arrived == [s for s in sequences if s in world.unfinished]
+    assert world.scheduler.num_preemptions >= 2
+
+
+def test_a_head_that_does_not_fit_holds_back_those_behind_it():
+    world = World(pages=(5,))
+    world.submit(8, 9)
+    world.step()
+    world.submit(16, 4)
+    world.submit(1, 4)
+    assert world.shares(world.step()) == [(8, 1)]
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "preempted", "removed"])
+def test_a_sequence_is_removed_from_any_state_and_gives_its_pages_back(state):
+    world = World(pages=(5,))
+    other, sequence = world.submit(8, 9), world.submit(12, 9)
+    if state != "waiting":
+        world.step()
+    if state == "preempted":
+        while sequence in world.scheduler.running:
+            world.step()
+    if state == "removed":
+        world.scheduler.remove(sequence)
+    world.scheduler.remove(sequence)
+    held = other.pages.num_pages
+    assert [pool.num_held for pool in world.pools] == [held]
+    assert sequence not in [*world.scheduler.running, *world.scheduler.waiting]
+    assert sequence.pages.num_pages == 0
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests of any length come and go; what is left at the end must end in bounded steps."""
+
+    @initialize(
+        pages=st.lists(st.integers(2, 12), min_size=1, max_size=2).map(tuple),
+        max_sequences=st.integers(1, 5),
+        budget=st.integers(1, 20),
+    )
+    def make(self, pages: tuple[int, ...], max_sequences: int, budget: int):
+        self.world = World(pages=pages, max_sequences=max_sequences, budget=budget)
+
+    @rule(data=st.data(), new=st.integers(1, 20))
+    def submit(self, data: st.DataObject, new: int):
+        self.world.submit(data.draw(st.integers(1, self.world.longest)), new)
+
+    @rule(n=st.integers(1, 4))
+    def step(self, n: int):
+        for _ in range(n):
+            had_work = bool(self.world.unfinished)
+            assert (self.world.step() is not None) == had_work
+            self.pages_are_conserved()
+
+    @precondition(lambda self: self.world.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject):
+        self.world.remove(data.draw(st.sampled_from(self.world.unfinished)))
+
+    @invariant()
+    def pages_are_conserved(self):
+        if not hasattr(self, "world"):
+            return
+        scheduler = self.world.scheduler
+        held = sum(sequence.pages.num_pages for sequence in self.world.unfinished)
+        for pool in self.world.pools:
+            pool.check_integrity()
+            assert pool.num_held == held
+        assert len(scheduler.running) <= self.world.max_sequences
+        assert all(s.pages.num_pages == s.num_computed == 0 for s in scheduler.waiting)
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        # The first in line computes something in every step but those in which others take the
+        # whole budget, and they advance then; each preemption costs at most its length again.
+        total = sum(sequence.max_tokens for sequence in self.world.unfinished)
+        bound = (total + 1) * (len(self.world.unfinished) + 1)
+        for _ in range(bound):
+            if not self.world.unfinished:
+                break
+            assert self.world.step() is not None
+            self.pages_are_conserved()
+        assert not self.world.unfinished
+        assert self.world.scheduler.plan() is None
+        assert all(pool.num_held == 0 for pool in self.world.pools)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)

@@ -1,0 +1,186 @@
+"""A decoder of a few thousand random weights, and an engine that checks itself at every step."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from flax import nnx
+
+from jaxkv.cache import KVCache, check_cache, check_tables
+from jaxkv.engine import Completion, Delta, Engine, EngineConfig, Request
+from jaxkv.engine.request import DetokenizerFactory
+from jaxkv.engine.step import StepFunctions, StepShape
+from models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from models.decode_model import FlaxDecodeModel
+from models.decoder import Decoder
+from tests.models.numpy_decoder import decode_naively
+
+V = 97
+MAX_POSITIONS = 256
+
+# Two layer groups, GQA of two, and a window that most prompts of the tests exceed.
+TINY = ModelConfig(
+    family="llama",
+    vocab_size=V,
+    width=32,
+    mlp_width=48,
+    layers=tuple(
+        LayerConfig(window=window, rope=RopeConfig(theta=100.0)) for window in (12, None)
+    ),
+    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35),
+    max_positions=MAX_POSITIONS,
+    rms_eps=1e-5,
+    tied_embeddings=False,
+)
+
+
+def decode_model(decoder: Decoder) -> FlaxDecodeModel:
+    """A decoder as the engine takes it."""
+    graphdef, state = nnx.split(decoder)
+    named = {path: leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+    return FlaxDecodeModel.from_named(decoder.config, graphdef, named)
+
+
+@dataclass
+class Tiny:
+    """One decoder, its compiled functions, and what it says without an engine."""
+
+    decoder: Decoder
+    functions: dict[bool, StepFunctions] = field(default_factory=dict)
+    naive: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def random(cls) -> "Tiny":
+        """The decoder of TINY."""
+        return cls(Decoder(TINY, rngs=nnx.Rngs(0)))
+
+    @cached_property
+    def model(self) -> FlaxDecodeModel:
+        return decode_model(self.decoder)
+
+    def engine(
+        self, *, detokenizer: DetokenizerFactory | None = None, **config: object
+    ) -> "CheckedEngine":
+        """An engine that shares its compiled functions with all others of this decoder."""
+        options = EngineConfig(**{"pool_tokens": 2048, "token_budget": 64, **config})
+        deterministic = options.deterministic
+        if deterministic not in self.functions:
+            self.functions[deterministic] = StepFunctions(
+                self.model, backend=None, deterministic=deterministic
+            )
+        return CheckedEngine(self.model, options, self.functions[deterministic], detokenizer)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """`[S, V]` float64, computed from scratch."""
+        key = tuple(tokens)
+        if key not in self.naive:
+            self.naive[key] = decode_naively(self.decoder, list(tokens))
+        return self.naive[key]
+
+    def greedy(self, prompt: tuple[int, ...], n: int) -> list[int]:
+        """The n most likely next tokens, each after a recompute of all that came before."""
+        tokens = list(prompt)
+        for _ in range(n):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+class CheckedEngine(Engine):
+    """An engine that checks pools, tables, budget and cache around every step."""
+
+    def __init__(
+        self,
+        model: FlaxDecodeModel,
+        config: EngineConfig,
+        functions: StepFunctions,
+        detokenizer: DetokenizerFactory | None,
+    ):
+        super().__init__(model, config, detokenizer=detokenizer)
+        self._functions = _CheckedFunctions(self, functions)
+
+    def step(self) -> list[Delta]:
+        deltas = super().step()
+        for pool in self.pools:
+            pool.check_integrity()
+        check_cache(self._cache, self.spec)
+        if not self.has_work:
+            assert self.held_pages == [0] * len(self.pools)
+        return deltas
+
+    @property
+    def held_pages(self) -> list[int]:
+        return [pool.num_held for pool in self.pools]
+
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+
+class _CheckedFunctions:
+    """Compiled functions, and a look at all that is handed to them."""
+
+    def __init__(self, engine: CheckedEngine, functions: StepFunctions):
+        self._engine = engine
+        self._functions = functions
+        self.shapes: set[StepShape] = set()
+        self.prompt_logprobs_calls = 0
+
+    def run(self, cache, inputs, sampling, shape):
+        self.shapes.add(shape)
+        query_lens = np.diff(inputs.query_starts)
+        assert 0 < query_lens.sum() <= self._engine.config.token_budget
+        assert (query_lens > 0).sum() <= self._engine.config.max_sequences
+        check_tables(
+            inputs.page_tables,
+            inputs.kv_lens,
+            query_lens,
+            self._engine.pools,
+            self._engine.spec.page_size,
+        )
+        result, new_cache = self._functions.run(cache, inputs, sampling, shape)
+        assert all(pages.kv.is_deleted() for pages in cache.layers)
+        return result, new_cache
+
+    def prompt_logprobs(self, hidden, targets):
+        self.prompt_logprobs_calls += 1
+        return self._functions.prompt_logprobs(hidden, targets)
+
+
+class BytesDetokenizer:
+    """Token i is a letter or a byte of a two-byte character; half a character is held back."""
+
+    def __init__(self):
+        self._held = b""
+
+    @staticmethod
+    def piece(token: int) -> bytes:
+        if token >= 80:  # the two bytes of "é"
+            return (b"\xc3", b"\xa9")[token % 2]
+        return bytes([97 + token % 5]) + (b"b" if token % 3 == 0 else b"")
+
+    def push(self, ids: list[int]) -> str:
+        self._held += b"".join(map(self.piece, ids))
+        end = len(self._held) - self._held.endswith(b"\xc3")
+        text, self._held = self._held[:end], self._held[end:]
+        return text.decode(errors="replace")
+
+    def flush(self) -> str:
+        text, self._held = self._held, b""
+        return text.decode(errors="replace")
+
+    @classmethod
+    def text(cls, ids: list[int]) -> str:
+        """The text of whole answer."""
+        return b"".join(map(cls.piece, ids)).decode(errors="replace")
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Random prompts of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, V, n).tolist()) for n in lengths]
+
+
+def run(engine: Engine, request: Request) -> Completion:
+    """Serves one request alone."""
+    (completion,) = engine.generate([request])
+    return completion

@@ -1,0 +1,90 @@
+"""No copy of the pool: a step that writes and attends takes the memory of its activations alone."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Layout, Pages, copy_pages, ragged_paged_attention, write_pages
+from pallas_kernels.pages import LAYOUTS
+
+B, H, K, D, P, M = 4, 8, 2, 64, 16, 8
+DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def pool_shape(N: int, layout: Layout, heads: tuple[int, int, int] = (P, K, D)) -> tuple[int, ...]:
+    P, K, D = heads
+    return (N, P, 2 * K, D) if layout == "token_major" else (N, 2 * K, P, D)
+
+
+def int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def write_and_attend(pages, q, k, v, slots, *batch):
+    pages = write_pages(pages, k, v, slots)
+    return pages, ragged_paged_attention(q, pages, *batch, scale=0.125, window=50)
+
+
+def arguments(step: Callable, T: int, dtype) -> list[jax.ShapeDtypeStruct]:
+    """What `step` takes after the pages."""
+    q, kv = (jax.ShapeDtypeStruct((T, heads, D), dtype) for heads in (H, K))
+    if step is copy_pages:
+        return [int32(T), int32(T)]
+    new = [kv, kv, int32(T)]
+    return new if step is write_pages else [q, *new, int32(B, M), int32(B), int32(B + 1)]
+
+
+@pytest.mark.parametrize(
+    "step, T, dtype, layout",
+    [
+        *((write_pages, 64, dtype, layout) for dtype in DTYPES for layout in LAYOUTS),
+        *((copy_pages, 8, dtype, layout) for dtype in DTYPES for layout in LAYOUTS),
+        (write_and_attend, B, jnp.bfloat16, "token_major"),
+        (write_and_attend, 200, jnp.float32, "head_major"),
+    ],
+)
+def test_a_step_over_a_donated_pool_aliases_it_and_holds_no_second_one(step, T, dtype, layout):
+    pages = Pages(kv=jax.ShapeDtypeStruct(pool_shape(2048, layout), dtype), layout=layout)
+    compiled = jax.jit(step, donate_argnums=0).lower(pages, *arguments(step, T, dtype)).compile()
+    memory = compiled.memory_analysis()
+    pool_bytes = pages.kv.size * pages.kv.dtype.itemsize
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_past_2_to_the_31_elements_are_written_copied_and_read(layout):
+    """4.3 GB: an index that overflows 32 bits reads or writes near the pool's start."""
+    P, K, D = 64, 4, 128
+    N = 2**31 // (P * 2 * K * D) + 16
+    last = N - 1
+    pages = jax.jit(
+        lambda: Pages(kv=jnp.zeros(pool_shape(N, layout, (P, K, D)), jnp.bfloat16), layout=layout)
+    )()
+    rng = np.random.default_rng(0)
+    k, v = jnp.asarray(rng.standard_normal((2, 3, K, D)), jnp.bfloat16)
+    slots = jnp.asarray([last * P + P - 1, (last - 1) * P, 5], jnp.int32)
+    pages = jax.jit(write_pages, donate_argnums=0)(pages, k, v, slots)
+    source, target = jnp.asarray([last - 1], jnp.int32), jnp.asarray([last - 2], jnp.int32)
+    pages = jax.jit(copy_pages, donate_argnums=0)(pages, source, target)
+
+    where = {(last, P - 1): 0, (last - 1, 0): 1, (last - 2, 0): 1, (0, 5): 2}
+    for page in (0, 1, 15, 16, N // 2, last - 3, last - 2, last - 1, last):
+        held = np.asarray(pages.kv[page])
+        held = held if layout == "token_major" else held.swapaxes(0, 1)
+        want = np.zeros_like(held)
+        for (at, offset), t in where.items():
+            if at == page:
+                want[offset, 0::2], want[offset, 1::2] = k[t], v[t]
+        np.testing.assert_array_equal(held, want)
+
+    q = jnp.asarray(rng.standard_normal((1, K, D)), jnp.bfloat16)
+    table, one = jnp.asarray([[last - 2]], jnp.int32), jnp.asarray([1], jnp.int32)
+    starts = jnp.asarray([0, 1], jnp.int32)
+    for backend in ("reference", "xla"):
+        out = ragged_paged_attention(q, pages, table, one, starts, scale=1.0, backend=backend)
+        np.testing.assert_array_equal(out[0], v[1])

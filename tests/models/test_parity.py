@@ -1,0 +1,171 @@
+"""The decoder against Hugging Face transformers, float32, through the paged cache.
+
+The references are described in `shared/reference/README.md`: random-weight models of every family
+with all their logits, and two real models with log-probabilities and greedy continuations.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.attention import AttentionBackend, StepInputs
+from jaxkv.cache import CacheSpec, get_format, group_layers, init_cache
+from jaxkv.engine import Completion, Engine, EngineConfig, Request
+from models.decode_model import FlaxDecodeModel
+from models.loading import load_model
+
+TINY = (
+    "gemma2_softcap",
+    "gemma3_local_global",
+    "llama3_rope",
+    "mistral_window",
+    "qwen2_bias",
+    "qwen3_qknorm",
+)
+PAGE_SIZES = (8, 16, 64)
+CONTINUATION = 64
+
+
+@pytest.fixture(scope="module", params=TINY)
+def tiny(request, shared) -> tuple[FlaxDecodeModel, list[tuple[np.ndarray, np.ndarray]]]:
+    """A model, and its prompts with their logits `[n, V]`."""
+    folder = shared / "reference" / "tiny" / request.param
+    with np.load(folder / "reference.npz") as stored:
+        names = sorted({key.partition("/")[0] for key in stored.files})
+        cases = [(stored[f"{name}/ids"], stored[f"{name}/logits"]) for name in names]
+    return load_model(str(folder)).model, cases
+
+
+def paged_logits(
+    model: FlaxDecodeModel, ids: list[np.ndarray], page_size: int, budget: int
+) -> list[np.ndarray]:
+    """Logits `[n, V]` of each prompt: one batch over permuted pages, `budget` tokens a step."""
+    lengths = [len(row) for row in ids]
+    per_row = -(-max(lengths) // page_size)
+    num_pages = len(ids) * per_row
+    shuffled = 1 + np.random.default_rng(0).permutation(num_pages).astype(np.int32)
+    num_groups = len(group_layers(model.layers))
+    tables = (jnp.asarray(shuffled.reshape(len(ids), per_row)),) * num_groups
+    spec = CacheSpec(
+        layers=model.layers,
+        page_size=page_size,
+        num_pages=(num_pages + 1,) * num_groups,
+        format=get_format("f32"),
+    )
+
+    @jax.jit
+    def step(params, cache, inputs):
+        hidden, cache = model.forward(params, cache, inputs, AttentionBackend())
+        return model.logits(params, hidden), cache
+
+    cache, done = init_cache(spec), np.zeros(len(ids), int)
+    found: list[list[np.ndarray]] = [[] for _ in ids]
+    while done.sum() < sum(lengths):
+        ends = np.minimum(np.cumsum(lengths - done), budget)  # first come, first served
+        counts = np.diff(ends, prepend=0)
+        chunks = [row[i : i + n] for row, i, n in zip(ids, done, counts, strict=True)]
+        done = done + counts
+        tokens = np.concatenate(chunks)
+        inputs = StepInputs(
+            tokens=jnp.asarray(np.pad(tokens, (0, budget - len(tokens)))),
+            kv_lens=jnp.asarray(np.where(counts > 0, done, 0), jnp.int32),
+            query_starts=jnp.asarray([0, *ends], jnp.int32),
+            page_tables=tables,
+        )
+        logits, cache = step(model.params, cache, inputs)
+        for rows, new in zip(found, np.split(np.asarray(logits), ends), strict=False):
+            rows.append(new)
+    return [np.concatenate(rows) for rows in found]
+
+
+@pytest.mark.parametrize("budget", [64, 256], ids=["chunked", "unchunked"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_every_logit_of_every_family_is_that_of_transformers(tiny, page_size, budget):
+    model, cases = tiny
+    found = paged_logits(model, [ids for ids, _ in cases], page_size, budget)
+    for (_, expected), logits in zip(cases, found, strict=True):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def load_real(request, shared):
+    """Loads a real model by name, with its reference: arrays by `NAME/key`."""
+    fixtures = {"smollm2": "smollm2_path", "gemma3": "gemma3_path"}
+
+    @cache
+    def load(name: str) -> tuple[FlaxDecodeModel, dict[str, np.ndarray]]:
+        with np.load(shared / "reference" / f"{name}.npz") as stored:
+            reference = dict(stored)
+        return load_model(str(request.getfixturevalue(fixtures[name]))).model, reference
+
+    return load
+
+
+def continued(
+    model: FlaxDecodeModel, prompts: Mapping[str, np.ndarray], config: EngineConfig
+) -> dict[str, Completion]:
+    """At least CONTINUATION greedy tokens after each prompt, all served together."""
+    engine = Engine(model, config)
+    # More tokens than are compared, so that no prompt is done before the last one has its own:
+    # the batch stays whole, and one decode step is compiled.
+    completions = {
+        name: engine.submit(
+            Request(
+                prompt=tuple(ids.tolist()),
+                max_new_tokens=3 * CONTINUATION,
+                prompt_logprobs=True,
+                keep_logits=True,
+            )
+        )
+        for name, ids in prompts.items()
+    }
+    while min(len(completion.tokens) for completion in completions.values()) < CONTINUATION:
+        for delta in engine.step():
+            del delta.completion.logits[1:]
+    for completion in completions.values():
+        engine.abort(completion.request_id)
+    assert engine.metrics.step_shapes == 2
+    return completions
+
+
+REAL = [
+    pytest.param(
+        name,
+        page_size,
+        budget,
+        id=f"{name}-{page_size}-{'chunked' if budget == 64 else 'unchunked'}",
+        marks=() if (page_size, budget) == (16, 64) else pytest.mark.slow,
+    )
+    for name in ("smollm2", "gemma3")
+    for page_size in PAGE_SIZES
+    for budget in (64, 2048)
+]
+
+
+@pytest.mark.parametrize(("name", "page_size", "budget"), REAL)
+def test_a_real_model_scores_and_continues_as_in_transformers(load_real, name, page_size, budget):
+    model, reference = load_real(name)
+    cases = {key.partition("/")[0] for key in reference}
+    prompts = {case: reference[f"{case}/ids"] for case in sorted(cases)}
+    config = EngineConfig(
+        max_sequences=len(prompts),
+        token_budget=budget,
+        page_size=page_size,
+        pool_tokens=sum(len(ids) + 4 * CONTINUATION for ids in prompts.values()),
+    )
+    for case, completion in continued(model, prompts, config).items():
+        found = completion.prompt_logprobs
+        assert found is not None and np.isnan(found[0])
+        expected = reference[f"{case}/prompt_logprobs"]
+        np.testing.assert_allclose(found[1:], expected[1:], rtol=0, atol=1e-3, err_msg=case)
+        np.testing.assert_allclose(
+            completion.logits[0], reference[f"{case}/logits_last"], rtol=0, atol=3e-3, err_msg=case
+        )
+        tokens = np.array(completion.tokens[:CONTINUATION])
+        differs = tokens != reference[f"{case}/cont_ids"]
+        if differs.any():  # from there on the two texts have nothing to do with each other
+            assert reference[f"{case}/cont_margin"][differs.argmax()] < 1e-3, case

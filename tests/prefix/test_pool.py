@@ -1,0 +1,165 @@
+"""The page pool against a plain count of holders, and every misuse refused whole."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jaxkv.prefix import OutOfPages, PagePool
+
+ANY_PAGES = st.lists(st.integers(-2, 12), max_size=6)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any calls, sound or not, against `{page: holders}`."""
+
+    @initialize(num_pages=st.integers(2, 10))
+    def make(self, num_pages: int):
+        self.pool = PagePool(num_pages)
+        self.holders = dict.fromkeys(range(1, num_pages), 0)
+
+    def sound(self, pages: list[int]) -> bool:
+        return all(self.holders.get(page, 0) > 0 for page in pages)
+
+    @rule(n=st.integers(0, 12))
+    def acquire(self, n: int):
+        free = {page for page, count in self.holders.items() if count == 0}
+        if n > len(free):
+            with pytest.raises(OutOfPages, match=f"{n} pages asked for, {len(free)} of"):
+                self.pool.acquire(n)
+            return
+        pages = self.pool.acquire(n)
+        assert len(set(pages)) == n
+        assert set(pages) <= free
+        self.holders |= dict.fromkeys(pages, 1)
+
+    @rule(pages=ANY_PAGES)
+    def share(self, pages: list[int]):
+        if not self.sound(pages):
+            with pytest.raises(ValueError, match="page"):
+                self.pool.share(pages)
+            return
+        self.pool.share(pages)
+        for page in pages:
+            self.holders[page] += 1
+
+    @rule(pages=ANY_PAGES)
+    def release(self, pages: list[int]):
+        if any(pages.count(page) > self.holders.get(page, 0) for page in pages):
+            with pytest.raises(ValueError, match="page"):
+                self.pool.release(pages)
+            return
+        self.pool.release(iter(pages))
+        for page in pages:
+            self.holders[page] -= 1
+
+    @invariant()
+    def pages_are_conserved(self):
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        held = sum(count > 0 for count in self.holders.values())
+        assert self.pool.num_held == held
+        assert self.pool.num_free + held == self.pool.capacity == len(self.holders)
+        assert {page: self.pool.count(page) for page in self.holders} == self.holders
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize(
+    "pages, message",
+    [
+        pytest.param([0], "page 0 is the null page", id="null"),
+        pytest.param([99], "no page 99: ids are 1 to 7", id="unknown"),
+        pytest.param([-1], "no page -1", id="negative"),
+        pytest.param([6], "page 6 is free", id="free"),
+        pytest.param([1, 2, 1], "page 1 is released more often than it is held", id="duplicate"),
+        pytest.param([2, 3, 3, 3], "page 3 is released more often", id="more than shared"),
+        pytest.param([1, 2, 0], "page 0 is the null page", id="null at the end"),
+    ],
+)
+def test_a_release_that_is_partly_wrong_changes_nothing(pages, message):
+    pool = PagePool(8)
+    assert sorted(pool.acquire(3)) == [1, 2, 3]
+    pool.share([3])
+    with pytest.raises(ValueError, match=message):
+        pool.release(pages)
+    assert [pool.count(page) for page in range(1, 8)] == [1, 1, 2, 0, 0, 0, 0]
+    assert pool.num_free == 4
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("pages", [[1, 0], [1, 6], [1, 99]], ids=["null", "free", "unknown"])
+def test_sharing_that_is_partly_wrong_changes_nothing(pages):
+    pool = PagePool(8)
+    pool.acquire(2)
+    with pytest.raises(ValueError, match=f"page {pages[1]}"):
+        pool.share(pages)
+    assert pool.count(1) == 1
+
+
+def test_a_page_released_as_often_as_it_is_held_in_one_call_is_free_once():
+    pool = PagePool(3)
+    (page, other) = pool.acquire(2)
+    pool.share([page, page])
+    pool.release([page, other, page, page])
+    assert pool.num_free == 2
+    pool.check_integrity()
+    assert sorted(pool.acquire(2)) == [1, 2]
+
+
+def test_what_was_freed_last_is_handed_out_first():
+    pool = PagePool(10)
+    pool.acquire(9)
+    pool.release([4])
+    pool.release([7, 2])
+    assert pool.acquire(3) == [7, 2, 4]
+
+
+def test_a_double_free_is_refused():
+    pool = PagePool(4)
+    pages = pool.acquire(2)
+    pool.release(pages)
+    with pytest.raises(ValueError, match=f"page {pages[0]} is free"):
+        pool.release(pages)
+
+
+def test_a_pool_needs_a_page_beside_the_null_page():
+    with pytest.raises(ValueError, match="N = 1"):
+        PagePool(1)
+
+
+def test_a_negative_number_of_pages_is_refused():
+    with pytest.raises(ValueError, match="-1 pages"):
+        PagePool(4).acquire(-1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda pool: pool._free.append(1), id="a held page in the free list"),
+        pytest.param(lambda pool: pool._free.pop(), id="a page in neither"),
+        pytest.param(lambda pool: pool._free.append(pool._free[0]), id="a page listed twice"),
+        pytest.param(lambda pool: pool._counts.__setitem__(0, 1), id="the null page held"),
+        pytest.param(lambda pool: pool._counts.__setitem__(1, -1), id="a negative count"),
+    ],
+)
+def test_the_integrity_check_finds_damage(damage):
+    pool = PagePool(6)
+    pool.acquire(2)
+    pool.check_integrity()
+    damage(pool)
+    with pytest.raises(ValueError, match=r"free list|null page"):
+        pool.check_integrity()
+
+
+@pytest.mark.parametrize("module", ["jaxkv", "jaxkv.prefix"])
+def test_the_host_side_loads_no_jax(module):
+    code = f"import sys, {module}; print(*[m for m in ('jax', 'jaxlib') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""

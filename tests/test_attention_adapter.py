@@ -1,0 +1,100 @@
+"""The adapter from cache to kernels: where a step's tokens go, and what they then see."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.attention import AttentionBackend, StepInputs, update_and_attend
+from jaxkv.cache import CacheSpec, LayerSpec, gather_dense, get_format, init_cache
+
+P, H, K, D = 8, 4, 2, 8
+SPEC = CacheSpec(
+    layers=(
+        LayerSpec(kv_heads=K, head_dim=D, window=5),
+        LayerSpec(kv_heads=K, head_dim=D),
+    ),
+    page_size=P,
+    num_pages=(9, 9),
+    format=get_format("f32"),
+)
+
+
+def step_of(kv_lens: list[int], query_lens: list[int], tables: list[np.ndarray], T: int):
+    return StepInputs(
+        tokens=jnp.zeros(T, jnp.int32),
+        kv_lens=jnp.array(kv_lens, jnp.int32),
+        query_starts=jnp.array(np.cumsum([0, *query_lens]), jnp.int32),
+        page_tables=tuple(jnp.asarray(table, jnp.int32) for table in tables),
+    )
+
+
+TABLES = [np.array([[3, 7, 1], [5, 0, 0], [2, 8, 0]]), np.array([[8, 2, 4], [1, 0, 0], [6, 3, 0]])]
+
+
+def test_each_row_has_its_sequence_and_position_and_padding_none():
+    step = step_of([19, 0, 9], [3, 0, 9], TABLES, T=16)
+    seq, position = step.places()
+    assert seq[:12].tolist() == [0] * 3 + [2] * 9
+    assert position[:12].tolist() == [16, 17, 18, *range(9)]
+    assert (np.array(position[12:]) < 0).all()
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_slots_follow_the_table_of_the_group_and_padding_goes_to_the_null_page(group):
+    step = step_of([19, 6, 9], [5, 6, 1], TABLES, T=16)
+    positions = [(0, p) for p in range(14, 19)] + [(1, p) for p in range(6)] + [(2, 8)]
+    want = [TABLES[group][b, p // P] * P + p % P for b, p in positions]
+    assert step.slots(group, P).tolist() == want + [0] * 4
+
+
+def softmax_attention(q, k, v, position: int, window: int | None) -> np.ndarray:
+    """Attention of one query `[H, D]` over the keys `[S, K, D]` up to its position."""
+    low = 0 if window is None else max(0, position - window + 1)
+    out = np.zeros((H, D))
+    for h in range(H):
+        keys, values = (x[low : position + 1, h // (H // K)] for x in (k, v))
+        weights = np.exp(keys @ q[h] * 0.4)
+        out[h] = weights / weights.sum() @ values
+    return out
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("layer", [0, 1], ids=["window", "full"])
+def test_chunks_written_and_attended_equal_attention_over_the_whole(layer, backend):
+    rng = np.random.default_rng(layer)
+    lens = (19, 6, 9)
+    q, k, v = (
+        [rng.standard_normal((n, heads, D)).astype(np.float32) for n in lens] for heads in (H, K, K)
+    )
+    cache = init_cache(SPEC)
+    done = [0, 0, 0]
+    for chunk in ([7, 6, 0], [1, 0, 8], [11, 0, 1]):
+        spans = [slice(d, d + n) for d, n in zip(done, chunk, strict=True)]
+        done = [span.stop for span in spans]
+        step = step_of(done, chunk, TABLES, T=16)
+
+        def rows(parts, spans=spans):
+            joined = np.concatenate([part[span] for part, span in zip(parts, spans, strict=True)])
+            padding = np.full((16 - len(joined), *joined.shape[1:]), 7.0, np.float32)
+            return jnp.asarray(np.concatenate([joined, padding]))
+
+        out, cache = update_and_attend(
+            cache,
+            layer,
+            (rows(q), rows(k), rows(v)),
+            step,
+            scale=0.4,
+            backend=AttentionBackend(name=backend),
+        )
+        want = [
+            softmax_attention(q[b][p], k[b], v[b], p, SPEC.layers[layer].window)
+            for b, span in enumerate(spans)
+            for p in range(span.start, span.stop)
+        ]
+        np.testing.assert_allclose(out[: len(want)], np.array(want), atol=1e-5)
+        assert not np.array(out[len(want) :]).any()
+    keys, values = gather_dense(cache, layer, step.page_tables[cache.groups[layer]])
+    for b, n in enumerate(lens):
+        np.testing.assert_array_equal(keys[b, :n], k[b])
+        np.testing.assert_array_equal(values[b, :n], v[b])
+    assert not np.array(cache.layers[1 - layer].kv).any()

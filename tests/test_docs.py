@@ -1,0 +1,173 @@
+"""What the README and docs/ say is there: examples run; paths, links, names and commands exist.
+
+Not here: whether prose is true, which a reader has to judge.
+"""
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from scripts.__main__ import commands
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+DECISIONS = ROOT / "docs" / "decisions"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+SUFFIXES = "py|md|toml"
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=name)
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    """The blocks of a page that are fenced as `language` ("" for none)."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return [text for fence, text in blocks if fence == language]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+def spans(page: Path) -> list[str]:
+    """What stands between backticks in the prose of a page."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def examples() -> Iterator:
+    """Every block of Python; one that loads a model is slow."""
+    for page in PAGES:
+        for code in fenced(page, "python"):
+            marks = [pytest.mark.slow] if "load_model" in code else []
+            yield pytest.param(code, id=name(page), marks=marks)
+
+
+@pytest.mark.parametrize("code", examples())
+def test_an_example_runs_as_it_stands(code):
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_example_is_fifteen_lines_and_answers_both_sequences():
+    (code,) = fenced(README, "python")
+    assert len(list(filter(None, code.splitlines()))) == 15
+    names: dict = {}
+    exec(code, names)
+    out, q, k, v = (names[x] for x in ("out", "q", "k", "v"))
+    length = int(names["kv_lens"][1])
+    rows = [*range(32), *range(48, 48 + length - 32)]  # of b: the shared pages, then its own
+    assert names["table"].tolist() == [[5, 2, 7], [5, 2, 3]]
+    for i in (1, 2, 3):
+        seen = jax.numpy.asarray(rows[: length - 3 + i])
+        naive = jax.nn.dot_product_attention(q[None, i : i + 1], k[None, seen], v[None, seen])
+        assert jax.numpy.allclose(out[i], naive[0, 0], atol=1e-5)
+
+
+def test_the_readme_is_at_most_150_lines():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def tree_paths() -> list[str]:
+    """Every path that the README's tree names: what is indented lies in the folder above it."""
+    (tree,) = [text for text in fenced(README, "") if text.startswith("pallas_kernels/")]
+    paths, folders = [], [""]
+    for line in tree.splitlines():
+        entry, _, note = line.strip().partition(" ")
+        folders[(len(line) - len(line.lstrip())) // 2 + 1 :] = []
+        parent = "".join(folders)
+        inside = parent + entry if entry.endswith("/") else parent
+        paths += [parent + entry, *(inside + file for file in re.findall(r"\w+\.py\b", note))]
+        folders.append(entry)
+    return paths
+
+
+def test_every_path_of_the_tree_exists():
+    paths = tree_paths()
+    assert {"jaxkv/engine/", "jaxkv/engine/step.py", "scripts/decode.py"} <= set(paths)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_package_is_in_the_tree():
+    packages = {
+        name(folder) + "/"
+        for top in ("jaxkv", "pallas_kernels", "models", "scripts")
+        for folder in (ROOT / top, *(ROOT / top).iterdir())
+        if (folder / "__init__.py").exists()
+    }
+    assert packages - set(tree_paths()) == set()
+
+
+@every_page
+def test_every_path_that_is_named_exists(page):
+    named = [s for s in spans(page) if re.fullmatch(rf"[\w.-]+(/[\w.-]+)+(\.({SUFFIXES})|/)", s)]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@every_page
+def test_every_dotted_name_can_be_imported(page):
+    for span in spans(page):
+        if re.fullmatch(r"(jaxkv|pallas_kernels|models)(\.\w+)+", span):
+            resolve(span)
+
+
+def resolve(dotted: str) -> object:
+    """The module or attribute of that name; raises where there is none."""
+    parts = dotted.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[n:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(dotted)
+
+
+@every_page
+def test_every_relative_link_resolves(page):
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", prose(page)):
+        linked = (page.parent / target).resolve() if target else page
+        assert linked.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", prose(linked), re.M)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in slugs
+
+
+@every_page
+def test_every_make_target_and_command_that_is_named_exists(page):
+    text = page.read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert phony is not None
+    targets = set(re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.M))
+    assert targets <= set(phony[1].split())
+    known = commands(ROOT / "scripts")
+    for words in re.findall(r"python scripts ([a-z]+(?: [a-z]+)?)", text):
+        assert words in known or words.split()[0] in known, words
+
+
+@every_page
+def test_every_option_of_a_command_that_is_named_exists(page):
+    sources = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.py"))
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) - {"--help"}
+    assert {option for option in options if f'"{option}"' not in sources} == set()
+
+
+def test_decisions_are_numbered_in_order_and_say_context_decision_and_consequences():
+    pages = sorted(DECISIONS.glob("[0-9]*.md"))
+    for number, page in enumerate(pages, start=1):
+        text = page.read_text()
+        assert page.name.startswith(f"{number:03}-")
+        assert text.startswith(f"# {number:03} ")
+        headings = re.findall(r"^## (.*)$", text, re.M)
+        assert headings == ["Context", "Decision", "Consequences"], page.name
+        assert f"]({page.name})" in (DECISIONS / "README.md").read_text()
