@@ -50,18 +50,20 @@ class Ours:
         return time.perf_counter() - start
 
     def decode(self, prompts: list[list[int]], num_steps: int) -> list[float]:
-        engine = self._engine(len(prompts), len(prompts[0]) + num_steps + 1)
-        requests = [Request(prompt=tuple(p), max_new_tokens=num_steps + 1) for p in prompts]
+        # The first sequences decode on while the last prompts are still being computed.
+        new_tokens = num_steps + len(prompts) + 1
+        engine = self._engine(len(prompts), len(prompts[0]) + new_tokens)
+        requests = [Request(prompt=tuple(p), max_new_tokens=new_tokens) for p in prompts]
         running = [engine.submit(request) for request in requests]
         while any(not completion.tokens for completion in running):
             engine.step()
         seconds = []
-        while all(completion.finish_reason is None for completion in running):
+        for _ in range(num_steps):
             start = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - start)
-        while engine.has_work:
-            engine.step()
+        for completion in running:
+            engine.abort(completion.request_id)
         return seconds
 
     def _engine(self, batch: int, length: int) -> Engine:
@@ -69,8 +71,6 @@ class Ours:
         key = (batch, 1 << (length - 1).bit_length())
         if key not in self._engines:
             config = EngineConfig(max_sequences=batch, pool_tokens=batch * key[1])
-            # One at a time: a cache of another size would only take memory.
-            self._engines.clear()
             self._engines[key] = Engine(self._model, config)
         return self._engines[key]
 

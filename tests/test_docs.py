@@ -51,7 +51,7 @@ def examples() -> Iterator:
             yield pytest.param(code, id=name(page), marks=marks)
 
 
-@pytest.mark.parametrize("code", examples())
+@pytest.mark.parametrize("code", list(examples()))
 def test_an_example_runs_as_it_stands(code):
     exec(compile(code, "example", "exec"), {"__name__": "__main__"})
 

@@ -6,26 +6,34 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import ClosedJaxpr, Literal
 
 from pallas_kernels import Pages, ragged_paged_attention
 from pallas_kernels.attention.xla import KV_CHUNK
 
-D, P, N = 64, 16, 64
+H, K, D, P, N = 16, 2, 64, 16, 64
 
 
-def compiled(T: int, M: int, H: int = 16, K: int = 2, B: int = 8) -> jax.stages.Compiled:
-    arrays = (
+def shapes(B: int, T: int, M: int, K: int = K) -> tuple:
+    """The arguments of a call, without their values."""
+    return (
         jax.ShapeDtypeStruct((T, H, D), jnp.float32),
         Pages(kv=jax.ShapeDtypeStruct((N, P, 2 * K, D), jnp.float32)),
         *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, M), (B,), (B + 1,))),
     )
-    call = functools.partial(ragged_paged_attention, scale=0.125, backend="xla")
-    return jax.jit(call).lower(*arrays).compile()
+
+
+def attention(**options) -> Callable:
+    return functools.partial(ragged_paged_attention, scale=0.125, backend="xla", **options)
+
+
+def compiled(*, T: int, M: int = 8, K: int = K) -> jax.stages.Compiled:
+    return jax.jit(attention()).lower(*shapes(8, T, M, K)).compile()
 
 
 @pytest.mark.parametrize("T", [8, 200], ids=["decode", "prefill"])
 def test_a_wider_table_costs_no_more_than_its_own_bytes(T):
-    narrow, wide = compiled(T, 8), compiled(T, 512)
+    narrow, wide = compiled(T=T, M=8), compiled(T=T, M=512)
     costs, wide_costs = narrow.cost_analysis(), wide.cost_analysis()
     table_bytes = 8 * (512 - 8) * 4
     assert wide_costs["flops"] == costs["flops"]
@@ -36,74 +44,91 @@ def test_a_wider_table_costs_no_more_than_its_own_bytes(T):
 
 
 def test_query_heads_that_share_a_kv_head_do_not_repeat_it():
-    shared, each = (compiled(8, 8, K=K).cost_analysis() for K in (1, 16))
+    shared, each = (compiled(T=8, K=K).cost_analysis() for K in (1, H))
     chunk_bytes = 8 * KV_CHUNK * 2 * D * 4  # of one KV head, of eight tiles of one row
     assert shared["flops"] <= each["flops"]
     # What the other fifteen heads cost: every chunk is at least gathered, masked and multiplied.
-    assert each["bytes accessed"] - shared["bytes accessed"] >= 15 * 3 * chunk_bytes
+    assert each["bytes accessed"] - shared["bytes accessed"] >= (H - 1) * 3 * chunk_bytes
 
 
-Count = Callable[[Sequence[int], Sequence[int]], int]
+# XLA's analysis counts the body of a loop once. To count trips, the traced program is run again
+# with one more value in every loop's state: the elements that have been gathered from the pool.
 
 
-@pytest.fixture
-def count_keys(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Count]:
-    """Makes counters of the keys that the compiled loops gather as they run.
-
-    XLA's own analysis counts the body of a loop once; this counts its trips. The sizes are this
-    module's own, so that no trace of another test is run, and none is left for it.
-    """
-
-    def counter(B: int, T: int, M: int = 1024, **options) -> Count:
-        gathered: list[int] = []
-        gather = Pages.tokens
-
-        def counted(self: Pages, page_ids: jax.Array, offsets: jax.Array) -> jax.Array:
-            jax.debug.callback(lambda: gathered.append(page_ids.size))
-            return gather(self, page_ids, offsets)
-
-        call = jax.jit(
-            functools.partial(ragged_paged_attention, scale=1.0, backend="xla", **options)
-        )
-        q, pages = jnp.zeros((T, 2, 8)), Pages(kv=jnp.zeros((2, P, 2, 8)))
-        table = jnp.zeros((B, M), jnp.int32)
-
-        def count(kv_lens: Sequence[int], q_lens: Sequence[int]) -> int:
-            gathered.clear()
-            starts = [sum(q_lens[:b]) for b in range(B + 1)]
-            with monkeypatch.context() as patch:
-                patch.setattr(Pages, "tokens", counted)
-                arrays = (jnp.asarray(x, jnp.int32) for x in (kv_lens, starts))
-                call(q, pages, table, *arrays).block_until_ready()
-            jax.effects_barrier()
-            return sum(gathered)
-
-        return count
-
-    return counter
+def run_counting(program: ClosedJaxpr, arguments: Sequence, pool: tuple[int, ...]) -> tuple:
+    """Outputs of a program, and how many elements it gathered from an array of shape `pool`."""
+    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values |= dict(zip(program.jaxpr.invars, arguments, strict=True))
+    count = jnp.int32(0)
+    for eqn in program.jaxpr.eqns:
+        inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        if eqn.primitive.name == "while":
+            outputs, more = run_while(eqn.params, inputs, pool)
+        elif isinstance(eqn.params.get("jaxpr"), ClosedJaxpr):
+            outputs, more = run_counting(eqn.params["jaxpr"], inputs, pool)
+        else:
+            assert not any(isinstance(p, ClosedJaxpr) for p in eqn.params.values()), eqn.primitive
+            outputs = eqn.primitive.bind(*inputs, **eqn.params)
+            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+            reads = eqn.primitive.name in ("gather", "dynamic_slice") and inputs[0].shape == pool
+            more = outputs[0].size if reads else 0
+        count += jnp.int32(more)
+        values |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [v.val if isinstance(v, Literal) else values[v] for v in program.jaxpr.outvars], count
 
 
-def test_decode_gathers_the_chunks_of_the_longest_context_and_no_more(count_keys):
-    count = count_keys(B=8, T=8)
-    for longest, chunks in ((0, 0), (1, 1), (128, 1), (129, 2), (1000, 8), (16384, 128)):
+def run_while(params: dict, inputs: list, pool: tuple[int, ...]) -> tuple:
+    at_cond, at_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    for_cond, for_body, state = inputs[:at_cond], inputs[at_cond:at_body], inputs[at_body:]
+
+    def proceed(carry):
+        return run_counting(params["cond_jaxpr"], [*for_cond, *carry[0]], pool)[0][0]
+
+    def body(carry):
+        state, more = run_counting(params["body_jaxpr"], [*for_body, *carry[0]], pool)
+        return state, carry[1] + more
+
+    return jax.lax.while_loop(proceed, body, (state, jnp.int32(0)))
+
+
+def counter(*, B: int, T: int, M: int = 1024, **options) -> Callable[..., int]:
+    """A function of kv_lens and q_lens: how many keys one call reads, each time it does."""
+    arguments = shapes(B, T, M)
+    program = jax.make_jaxpr(attention(**options))(*arguments)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(arguments)[:3]]
+    count = jax.jit(lambda *arrays: run_counting(program, arrays, (N, P, 2 * K, D))[1])
+
+    def keys_read(kv_lens: Sequence[int], q_lens: Sequence[int]) -> int:
+        starts = [sum(q_lens[:b]) for b in range(B + 1)]
+        return int(count(*zeros, jnp.int32(kv_lens), jnp.int32(starts))) // (2 * K * D)
+
+    return keys_read
+
+
+def in_chunks(keys: int) -> int:
+    return -(-keys // KV_CHUNK) * KV_CHUNK
+
+
+def test_decode_reads_no_further_than_the_longest_context():
+    keys_read = counter(B=8, T=8)
+    for longest in (0, 1, 128, 129, 1000, 16384):
         kv_lens = [min(longest, n) for n in (7, 0, 1, 128, 5, 16384, 3, 100)]
-        assert count(kv_lens, [1] * 8) == chunks * 8 * KV_CHUNK
+        assert sum(kv_lens) <= keys_read(kv_lens, [1] * 8) <= 8 * in_chunks(longest)
 
 
-def test_decode_within_a_window_gathers_no_more_at_any_context(count_keys):
-    count = count_keys(B=8, T=8, window=100)
+def test_decode_within_a_window_reads_no_more_at_any_context():
+    keys_read = counter(B=8, T=8, window=100)
     for context in (100, 1000, 16384):
-        assert count([context] * 8, [1] * 8) <= 2 * 8 * KV_CHUNK
+        assert 8 * 100 <= keys_read([context] * 8, [1] * 8) <= 8 * 2 * KV_CHUNK
 
 
-def test_prefill_gathers_for_each_tile_what_lies_before_it(count_keys):
-    count = count_keys(B=3, T=600)
-    assert count([0, 0, 0], [0, 0, 0]) == 0
-    assert count([16384, 9000, 400], [0, 0, 0]) == 0  # cached, but asked nothing
-    # Eight tiles of 64 rows, each of which walks the chunks up to its own last row.
-    chunks = sum(-(-end // KV_CHUNK) for end in range(64, 513, 64))
-    for other in (0, 16384):
-        assert count([512, other, 0], [512, 0, 0]) == chunks * KV_CHUNK
-    assert count([1512, 0, 0], [512, 0, 0]) == KV_CHUNK * sum(
-        -(-end // KV_CHUNK) for end in range(1064, 1513, 64)
-    )
+def test_prefill_reads_for_each_tile_what_lies_before_its_end():
+    keys_read = counter(B=3, T=600)
+    assert keys_read([0, 0, 0], [0, 0, 0]) == 0
+    assert keys_read([16384, 9000, 400], [0, 0, 0]) == 0  # cached, but nothing is asked
+    ends = range(64, 513, 64)  # of eight tiles, which may be taken two at a time
+    for before in (0, 1000):
+        read = keys_read([before + 512, 0, 0], [512, 0, 0])
+        assert sum(before + end for end in ends) <= read
+        assert read <= sum(in_chunks(before + end + 64) for end in ends)
+        assert keys_read([before + 512, 16384, 0], [512, 0, 0]) == read
