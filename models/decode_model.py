@@ -72,14 +72,14 @@ class FlaxDecodeModel:
         self, params: Params, cache: KVCache, step: StepInputs, backend: AttentionBackend
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states `[T, E]` of a step, and the cache with its K and V."""
-        return self._module(params)(cache, step, backend)
+        return self.decoder(params)(cache, step, backend)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of hidden states `[R, E]`."""
-        return self._module(params).logits(hidden)
+        return self.decoder(params).logits(hidden)
 
-    def _module(self, params: Params) -> Decoder:
-        # Under jit this runs while tracing only.
+    def decoder(self, params: Params) -> Decoder:
+        """The module with these parameters; under jit it is made while tracing only."""
         state = nnx.from_flat_state(
             [(path, nnx.Param(value)) for path, value in zip(self.paths, params, strict=True)]
         )

@@ -66,9 +66,7 @@ class Decoder(nnx.Module):
         }
         x = self.embedding[...].at[step.tokens].get(mode="clip")
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        for index, (layer, layer_config) in enumerate(
-            zip(self.layers, config.layers, strict=True)
-        ):
+        for index, (layer, layer_config) in enumerate(zip(self.layers, config.layers, strict=True)):
             q, k, v = layer.attention.heads(layer.attention_norm(x))
             rotated = rotations[layer_config.rope]
             attended, cache = update_and_attend(

@@ -17,9 +17,7 @@ from models.decode_model import FlaxDecodeModel
 from models.errors import ModelError
 from models.pretrained import RELEASES, model_path
 from models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
-from models.weights import Progress, load_weights
-
-DTYPES = ("float32", "bfloat16", "float16")
+from models.weights import DTYPES, Progress, load_weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from models.decode_model import FlaxDecodeModel, ParamPath
 from models.errors import ModelError
 from models.loading import LoadedModel
 from models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
-from models.weights import Progress, abstract_model
+from models.weights import DTYPES, Progress, abstract_model
 
 HEADER, PARAMS, TOKENIZER = "jaxkv.json", "params", "tokenizer"
 VERSION = 1
@@ -123,8 +123,9 @@ def _read_header(path: Path) -> dict[str, Any]:
             f"{file}: is of version {header['version']!r}, and only {VERSION} is read; write the "
             "checkpoint again"
         )
-    kinds = {"dtype": str, "config": dict, "files": dict}
-    if not all(isinstance(header.get(key), kind) for key, kind in kinds.items()):
+    kinds = {"config": dict, "files": dict}
+    sound = all(isinstance(header.get(key), kind) for key, kind in kinds.items())
+    if not sound or header.get("dtype") not in DTYPES:
         raise ModelError(f"{file}: is damaged; write the checkpoint again")
     for name, size in header["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else None

@@ -22,6 +22,7 @@ from models.decode_model import FlaxDecodeModel, ParamPath
 from models.decoder import Decoder
 
 Progress = Callable[[int, int], None]
+DTYPES = ("float32", "bfloat16", "float16")  # that matrices may have
 _XLA_ALIGNMENT = 64  # bytes
 
 

@@ -58,7 +58,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--raw", action="store_true", help="no chat template: continue the bare text")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text")
+    add(
+        "--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text"
+    )
     add("--ignore-eos", action="store_true", help="go on past the model's own end token")
     sampling = parser.add_argument_group("sampling (greedy unless --temperature is above 0)")
     add = sampling.add_argument
@@ -74,7 +76,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--batch", type=int, default=8, metavar="B", help="most sequences a step (default: 8)")
     add("--chunk", type=int, default=512, metavar="T", help="most tokens a step (default: 512)")
     add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
-    add("--pool-tokens", type=int, metavar="N", help="tokens in the cache (default: what is needed)")
+    add(
+        "--pool-tokens", type=int, metavar="N", help="tokens in the cache (default: what is needed)"
+    )
     add("--kv-format", choices=sorted(FORMATS), default="f32", help="(default: %(default)s)")
     add("--backend", choices=sorted(BACKENDS), help="of attention (default: the platform's best)")
     add("--deterministic", action="store_true", help="same bits whatever the batch; slower")
@@ -177,8 +181,9 @@ def serve(engine: Engine, jobs: Sequence[Job], *, echo: bool) -> None:
     served = [job for job in jobs if job.request is not None]
     requests = [job.request for job in served if job.request is not None]
     total = sum(request.max_new_tokens for request in requests)
-    with console.progress(total, unit="token", description="decoding", hide=echo) as bar:
+    with console.progress(total, unit="token", description="starting", hide=echo) as bar:
         for delta in engine.stream(requests):
+            bar.set_description("decoding", refresh=False)
             completion = delta.completion
             job = served[completion.request_id]  # a new engine counts from 0
             job.completion, job.error = completion, completion.error

@@ -5,6 +5,7 @@ a command.
 """
 
 import ctypes
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
@@ -81,14 +82,13 @@ class LlamaCpp:
     name = "llama.cpp"
 
     def __init__(self, gguf_path: Path, num_threads: int):
-        import llama_cpp
-
-        self._lib = llama_cpp
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)  # kept: C holds a pointer
-        llama_cpp.llama_backend_init()
-        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
-        params = llama_cpp.llama_model_default_params()
-        self._model = llama_cpp.llama_model_load_from_file(str(gguf_path).encode(), params)
+        self._lib: Any = importlib.import_module("llama_cpp")
+        lib = self._lib
+        self._quiet = lib.llama_log_callback(lambda *_: None)  # kept: C holds a pointer
+        lib.llama_backend_init()
+        lib.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        params = lib.llama_model_default_params()
+        self._model = lib.llama_model_load_from_file(str(gguf_path).encode(), params)
         self._num_threads = num_threads
 
     def prefill(self, tokens: list[int]) -> float:
@@ -146,13 +146,11 @@ class Transformers:
     name = "transformers"
 
     def __init__(self, gguf_path: Path, num_threads: int):
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(num_threads)
-        self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(
-            str(gguf_path.parent), gguf_file=gguf_path.name, dtype=torch.float32
+        self._torch: Any = importlib.import_module("torch")
+        self._torch.set_num_threads(num_threads)
+        auto_model = importlib.import_module("transformers").AutoModelForCausalLM
+        self._model = auto_model.from_pretrained(
+            str(gguf_path.parent), gguf_file=gguf_path.name, dtype=self._torch.float32
         ).eval()
 
     def prefill(self, tokens: list[int]) -> float:
@@ -171,9 +169,7 @@ class Transformers:
         ids = torch.tensor(rows)
         with torch.inference_mode():
             start = time.perf_counter()
-            result = self._model(
-                ids, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+            result = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return time.perf_counter() - start, result.past_key_values
 
 

@@ -7,10 +7,12 @@ Not here: which sequence goes first (`scheduler`), what a step computes (`step`,
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from jaxkv.attention import preferred_layout
 from jaxkv.cache import CacheSpec, get_format, group_layers, init_cache
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.metrics import EngineMetrics
@@ -29,7 +31,6 @@ from jaxkv.engine.scheduler import Scheduler, StepPlan
 from jaxkv.engine.sequence import Sequence, mark_seen
 from jaxkv.engine.step import ShapeTable, StepFunctions, StepResult, build_inputs
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.attention import preferred_layout
 from jaxkv.prefix import PagePool, SequencePages
 
 

@@ -28,15 +28,15 @@ class SamplingInputs:
       want_top: bool scalar, a row wants the most likely tokens reported.
     """
 
-    temperature: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    min_p: jax.Array | np.ndarray
-    repetition_penalty: jax.Array | np.ndarray
-    seed: jax.Array | np.ndarray
-    position: jax.Array | np.ndarray
-    seen: jax.Array | np.ndarray
-    want_top: jax.Array | np.ndarray
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    seed: jax.Array
+    position: jax.Array
+    seen: jax.Array
+    want_top: jax.Array
 
     @classmethod
     def build(
@@ -49,7 +49,7 @@ class SamplingInputs:
         num_rows: int,
         vocab_size: int,
     ) -> "SamplingInputs":
-        """Host arrays of `num_rows` rows; rows past `params` are greedy padding."""
+        """Device arrays of `num_rows` rows; rows past `params` are greedy padding."""
         padding = [SamplingParams()] * (num_rows - len(params))
         rows = [*params, *padding]
 
@@ -62,17 +62,18 @@ class SamplingInputs:
         for row, mask in enumerate(seen):
             if mask is not None:
                 bits[row] = mask
-        return cls(
-            temperature=column("temperature", np.float32),
-            top_k=np.array(top_k, np.int32),
-            top_p=column("top_p", np.float32),
-            min_p=column("min_p", np.float32),
-            repetition_penalty=column("repetition_penalty", np.float32),
-            seed=column("seed", np.uint32),
-            position=np.array([*positions, *[0] * len(padding)], np.int32),
-            seen=bits,
-            want_top=np.bool_(want_top),
-        )
+        host = {
+            "temperature": column("temperature", np.float32),
+            "top_k": np.array(top_k, np.int32),
+            "top_p": column("top_p", np.float32),
+            "min_p": column("min_p", np.float32),
+            "repetition_penalty": column("repetition_penalty", np.float32),
+            "seed": column("seed", np.uint32),
+            "position": np.array([*positions, *[0] * len(padding)], np.int32),
+            "seen": bits,
+            "want_top": np.bool_(want_top),
+        }
+        return cls(**jax.device_put(host))
 
 
 @jax.tree_util.register_dataclass
@@ -93,9 +94,8 @@ class Sampled:
     top_logprobs: jax.Array
 
 
-def sample(logits: jax.Array, inputs: SamplingInputs) -> Sampled:
+def sample(logits: jax.Array, params: SamplingInputs) -> Sampled:
     """Draws a token in each row of `logits [R, V]` float32."""
-    params = jax.tree.map(jnp.asarray, inputs)
     logsumexp = jax.nn.logsumexp(logits, axis=-1)
     adjusted = jax.lax.cond(
         jnp.any(params.repetition_penalty != 1.0), _penalise, lambda x, _: x, logits, params
@@ -116,7 +116,7 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> Sampled:
 
 def _penalise(logits: jax.Array, params: SamplingInputs) -> jax.Array:
     V = logits.shape[1]
-    bits = jnp.unpackbits(jnp.asarray(params.seen), axis=-1, count=V, bitorder="little")
+    bits = jnp.unpackbits(params.seen, axis=-1, count=V, bitorder="little")
     penalty = params.repetition_penalty[:, None]
     punished = jnp.where(logits > 0, logits / penalty, logits * penalty)
     return jnp.where(bits != 0, punished, logits)

@@ -6,9 +6,9 @@ which bounds how often a step is compiled:
     decode   one token a sequence: T = B = a bucket of sequences
     mixed    chunks of prompts among others: T = a bucket of tokens, B = the most sequences
 
-A deterministic step is always mixed and always of DETERMINISTIC_ROWS rows. In one compiled program a
-row's bits depend on that row alone, where the products have so many rows; two programs of different
-T may differ, since XLA is free to sum a norm's squares in another order.
+A deterministic step is always mixed and always of DETERMINISTIC_ROWS rows. In one program a row's
+bits depend on that row alone, where the products have so many rows; programs of different T may
+differ, since XLA sums a norm's squares in an order that it picks for each.
 """
 
 from collections.abc import Callable
@@ -102,7 +102,7 @@ class ShapeTable:
 
 
 def build_inputs(plan: StepPlan, shape: StepShape) -> StepInputs:
-    """Host arrays of a plan, padded to a shape."""
+    """A plan's arrays on the device, padded to a shape."""
     B, T = shape.num_sequences, shape.num_tokens
     tokens = np.zeros(T, np.int32)
     kv_lens = np.zeros(B, np.int32)
@@ -119,7 +119,13 @@ def build_inputs(plan: StepPlan, shape: StepShape) -> StepInputs:
         for table, row in zip(tables, rows[b], strict=True):
             table[b] = row
     query_starts[len(plan.entries) + 1 :] = start
-    return StepInputs(tokens=tokens, kv_lens=kv_lens, query_starts=query_starts, page_tables=tables)
+    host = {
+        "tokens": tokens,
+        "kv_lens": kv_lens,
+        "query_starts": query_starts,
+        "page_tables": tables,
+    }
+    return StepInputs(**jax.device_put(host))
 
 
 @dataclass(frozen=True)

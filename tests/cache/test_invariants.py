@@ -32,7 +32,7 @@ def test_a_cache_fits_its_own_spec(layout):
         ),
         pytest.param(dict(page_size=16), "layer 0: shape", id="page size"),
         pytest.param(dict(layout="head_major"), "layer 0: layout is token_major", id="layout"),
-        pytest.param(dict(format=get_format("bf16")), "format is f32, the spec's bf16", id="format"),
+        pytest.param(dict(format=get_format("bf16")), "f32, the spec's bf16", id="format"),
         pytest.param(
             dict(format=replace(SPEC.format, dtype="float16")), "layer 0: dtype", id="dtype"
         ),

@@ -24,7 +24,9 @@ P = 8
 WINDOWS = (None, 12, None)
 K, D = (2, 1, 2), 8
 SPEC = CacheSpec(
-    layers=tuple(LayerSpec(kv_heads=k, head_dim=D, window=w) for k, w in zip(K, WINDOWS)),
+    layers=tuple(
+        LayerSpec(kv_heads=k, head_dim=D, window=w) for k, w in zip(K, WINDOWS, strict=True)
+    ),
     page_size=P,
     num_pages=(9, 6),
     format=get_format("f32"),

@@ -6,7 +6,6 @@ import pytest
 
 from jaxkv.engine import (
     Delta,
-    EngineConfig,
     FinishReason,
     Request,
     RequestError,
@@ -33,7 +32,7 @@ def step_until(engine, holds) -> list[Delta]:
 
 @pytest.mark.parametrize("state", ["queued", "in the middle of its prompt", "decoding", "finished"])
 def test_an_abort_in_any_state_frees_the_pages_and_leaves_the_others_alone(tiny: Tiny, state):
-    engine = tiny.engine(max_sequences=2, token_budget=16)
+    engine = tiny.engine(token_budget=16)
     first = engine.submit(request(PROMPTS[0], 30))
     victim = engine.submit(request(PROMPTS[2], 4))
     last = engine.submit(request(PROMPTS[3]))
@@ -65,14 +64,14 @@ def test_leaving_a_stream_early_aborts_what_is_unfinished(tiny: Tiny):
     engine = tiny.engine()
     other = engine.submit(request(PROMPTS[3]))
     seen = {}
-    for delta in engine.stream([request(PROMPTS[0]), request(PROMPTS[1], 50)]):
+    stream = engine.stream([request(PROMPTS[0]), request(PROMPTS[1], 50)])
+    for delta in stream:
         seen[delta.completion.request_id] = delta.completion
-        if delta.completion.finish_reason is not None and delta.completion is not other:
+        if delta.completion is not other and delta.completion.finish_reason is not None:
             break
-    assert [c.finish_reason for c in seen.values() if c is not other] == ["length", None]
-    # The iterator is closed with its last reference.
-    long = seen[2]
-    assert long.finish_reason == "abort"
+    assert [seen[i].finish_reason for i in (1, 2)] == ["length", None]
+    stream.close()  # as happens with its last reference
+    assert [seen[i].finish_reason for i in (1, 2)] == ["length", "abort"]
     step_until(engine, lambda: not engine.has_work)
     assert other.tokens == tiny.greedy(PROMPTS[3], 6)
     assert engine.held_pages == [0, 0]
@@ -97,9 +96,9 @@ def test_a_bad_request_fails_alone(tiny: Tiny):
     completions = engine.generate(batch)
     assert [c.finish_reason for c in completions] == ["error", "length", "error", "length", "error"]
     assert [c.tokens for c in completions[1::2]] == [tiny.greedy(p, 6) for p in PROMPTS[:2]]
-    messages = [c.error for c in completions]
-    assert messages[1] is messages[3] is None
-    for completion, said in zip(completions[::2], ("prompt is empty", f"id {V}", "top_p"), strict=True):
+    assert [c.error for c in completions[1::2]] == [None, None]
+    said_of = ("prompt is empty", f"id {V}", "top_p")
+    for completion, said in zip(completions[::2], said_of, strict=True):
         assert completion.error is not None
         assert said in completion.error and "\n" not in completion.error
         assert completion.tokens == []
@@ -161,31 +160,22 @@ def test_a_prompt_one_over_the_limit_is_refused_with_the_limit(tiny: Tiny, confi
         engine.submit(request((1,) * (longest + 1)))
 
 
-def test_no_sequence_grows_beyond_the_limit(tiny: Tiny):
-    engine = tiny.engine(max_length=37, pool_tokens=256)
-    prompts = random_prompts(37, 36, 33, 30)
+def test_a_sequence_may_fill_the_pool_and_grows_no_further(tiny: Tiny):
+    engine = tiny.engine(pool_tokens=64, deterministic=True)
+    prompts = random_prompts(64, 63, 60, 57)
     completions = engine.generate([request(prompt, 5) for prompt in prompts])
     assert [len(c.tokens) for c in completions] == [0, 1, 4, 5]
     assert all(c.finish_reason == "length" for c in completions)
-    assert [c.tokens for c in completions[1:]] == [
-        tiny.greedy(p, n) for p, n in zip(prompts[1:], (1, 4, 5), strict=True)
+    assert [c.tokens for c in completions] == [
+        tiny.greedy(prompt, n) for prompt, n in zip(prompts, (0, 1, 4, 5), strict=True)
     ]
+    # The first filled all pages but the null pages, and ended in the step in which it held them.
+    null_pages = sum(engine.spec.bytes_per_page(group) for group in (0, 1))
+    assert engine.metrics.peak_kv_bytes == engine.spec.nbytes - null_pages
 
 
-def test_a_sequence_may_fill_the_whole_pool(tiny: Tiny):
-    engine = tiny.engine(pool_tokens=64, max_sequences=4)
-    completions = engine.generate([request(p, 100) for p in random_prompts(60, 50, 64)])
-    assert [len(c.tokens) for c in completions] == [4, 14, 0]
-    assert engine.metrics.peak_kv_bytes == engine.spec.nbytes - sum(
-        engine.spec.bytes_per_page(g) for g in (0, 1)
-    )
-
-
-def test_the_default_pool_holds_all_sequences_at_their_longest():
-    from jaxkv.engine import Engine
-    from tests.engine.test_shapes import Bag
-
-    engine = Engine(Bag(), EngineConfig(max_sequences=3, max_length=70, page_size=64))
+def test_the_default_pool_holds_all_sequences_at_their_longest(tiny: Tiny):
+    engine = tiny.engine(max_sequences=3, max_length=70, page_size=64, pool_tokens=None)
     assert engine.pools[0].capacity == 6
 
 
@@ -210,21 +200,24 @@ def oracle_prompt_logprobs(tiny: Tiny, prompt: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "config",
+    "token_budget, pool_tokens",
     [
-        pytest.param({}, id="chunks of 64"),
-        pytest.param(dict(token_budget=7), id="chunks of 7"),
-        pytest.param(dict(pool_tokens=96), id="preempted"),
+        pytest.param(64, None, id="chunks of 64"),
+        pytest.param(7, None, id="chunks of 7"),
+        pytest.param(64, 96, id="preempted"),
+        pytest.param(11, 96, id="chunks of 11, preempted"),
     ],
 )
-def test_prompt_logprobs_are_those_of_a_full_recompute(tiny: Tiny, config):
+def test_prompt_logprobs_are_those_of_a_full_recompute(tiny: Tiny, token_budget, pool_tokens):
     prompts = [*PROMPTS, *random_prompts(1, 16, seed=2)]
-    engine = tiny.engine(**config)
+    engine = tiny.engine(token_budget=token_budget)
+    if pool_tokens:
+        engine.squeeze(pool_tokens)
     wanted = [i != 1 for i in range(len(prompts))]
     completions = engine.generate(
         [request(p, 20, prompt_logprobs=want) for p, want in zip(prompts, wanted, strict=True)]
     )
-    assert (engine.metrics.num_preemptions > 0) == ("pool_tokens" in config)
+    assert (engine.metrics.num_preemptions > 0) == bool(pool_tokens)
     for prompt, want, completion in zip(prompts, wanted, completions, strict=True):
         assert completion.tokens == tiny.greedy(prompt, 20)
         if not want:
@@ -244,9 +237,7 @@ def test_prompt_logprobs_cost_nothing_once_the_prompt_is_computed(tiny: Tiny):
 
 def test_logprobs_are_the_log_softmax_of_the_kept_logits(tiny: Tiny):
     prompt = PROMPTS[1]
-    completion = run(
-        tiny.engine(), request(prompt, 8, sampling=HOT, logprobs=20, keep_logits=True)
-    )
+    completion = run(tiny.engine(), request(prompt, 8, sampling=HOT, logprobs=20, keep_logits=True))
     assert len(completion.logprobs) == len(completion.logits) == len(completion.tokens) == 8
     naive = tiny.logits([*prompt, *completion.tokens])
     for i, (entry, logits) in enumerate(zip(completion.logprobs, completion.logits, strict=True)):
@@ -279,7 +270,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(tiny: Tiny):
     engine = tiny.engine()
     together = [c.tokens for c in engine.generate(asked)]
     assert [run(engine, r).tokens for r in asked] == together
-    small = tiny.engine(pool_tokens=96)
+    small = tiny.engine().squeeze(96)
     assert [c.tokens for c in small.generate(asked[::-1])][::-1] == together
     assert small.metrics.num_preemptions > 0
 
@@ -370,7 +361,8 @@ def test_memory_does_not_grow_while_decoding(tiny: Tiny):
     engine = tiny.engine()
     for prompt in PROMPTS:
         engine.submit(request(prompt, 80))
-    step_until(engine, lambda: all(len(s.tokens) > 75 for s in engine._sequences.values()))
+    step_until(engine, lambda: all(s.num_uncomputed == 1 for s in engine._sequences.values()))
+    engine.step()
     before = len(jax.live_arrays())
     old = engine.cache
     for _ in range(50):

@@ -25,22 +25,24 @@ def requests(n: int = NEW, **options) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "config",
+    "config, pool_tokens",
     [
-        pytest.param({}, id="pages of 16, budget 64"),
-        pytest.param(dict(page_size=64, token_budget=512), id="pages of 64, budget 512"),
-        pytest.param(
-            dict(page_size=8, pool_tokens=160, token_budget=16),
-            id="pages of 8, budget 16, preempted",
-        ),
-        pytest.param(dict(max_sequences=2, token_budget=20), id="two at a time"),
+        pytest.param({}, None, id="pages of 16, budget 64"),
+        pytest.param(dict(page_size=64, token_budget=512), None, id="pages of 64, budget 512"),
+        pytest.param({}, SMALL_POOL, id="preempted"),
+        pytest.param(dict(token_budget=16), 160, id="preempted, budget 16"),
+        pytest.param(dict(max_sequences=2, token_budget=20), None, id="two at a time"),
     ],
 )
-def test_a_batch_of_mixed_lengths_gives_the_tokens_of_a_full_recompute(tiny: Tiny, config):
+def test_a_batch_of_mixed_lengths_gives_the_tokens_of_a_full_recompute(
+    tiny: Tiny, config, pool_tokens
+):
     engine = tiny.engine(**config)
+    if pool_tokens:
+        engine.squeeze(pool_tokens)
     completions = engine.generate(requests())
     assert [c.tokens for c in completions] == [tiny.greedy(p, NEW) for p in PROMPTS]
-    assert (engine.metrics.num_preemptions > 0) == ("pool_tokens" in config)
+    assert (engine.metrics.num_preemptions > 0) == bool(pool_tokens)
     assert engine.metrics.generated_tokens == NEW * len(PROMPTS)
 
 
@@ -52,9 +54,12 @@ def test_one_at_a_time_gives_the_tokens_of_the_batch(tiny: Tiny):
 
 def bits(completions: list[Completion]) -> list[np.ndarray]:
     """Logits of all tokens and log-probabilities of all prompts, as integers."""
-    return [
-        np.concatenate([*c.logits, c.prompt_logprobs]).view(np.uint32) for c in completions
-    ]
+    return [np.concatenate([*c.logits, c.prompt_logprobs]).view(np.uint32) for c in completions]
+
+
+def assert_same(got: list[np.ndarray], want: list[np.ndarray]) -> None:
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +69,28 @@ def batch_bits(tiny: Tiny) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "config, alone",
+    "config, pool_tokens",
     [
-        pytest.param({}, True, id="alone"),
-        pytest.param(dict(token_budget=16), False, id="budget 16"),
-        pytest.param(dict(max_sequences=1, max_length=170), False, id="engine for one"),
-        pytest.param(dict(page_size=64), False, id="pages of 64"),
-        pytest.param(
-            dict(pool_tokens=SMALL_POOL, token_budget=24, page_size=8),
-            False,
-            id="preempted, budget 24, pages of 8",
-        ),
+        pytest.param(dict(token_budget=16), None, id="budget 16"),
+        pytest.param(dict(max_sequences=1, max_length=170), None, id="engine for one"),
+        pytest.param(dict(page_size=64, token_budget=33), None, id="pages of 64, budget 33"),
+        pytest.param({}, SMALL_POOL, id="preempted"),
+        pytest.param(dict(token_budget=24, page_size=8), SMALL_POOL, id="pages of 8, preempted"),
     ],
 )
-def test_a_deterministic_engine_gives_the_same_bits(tiny: Tiny, batch_bits, config, alone):
+def test_a_deterministic_engine_gives_the_same_bits(tiny: Tiny, batch_bits, config, pool_tokens):
     engine = tiny.engine(deterministic=True, **config)
-    asked = requests(keep_logits=True, prompt_logprobs=True)
-    done = [run(engine, request) for request in asked] if alone else engine.generate(asked)
-    assert (engine.metrics.num_preemptions > 0) == ("pool_tokens" in config)
-    for got, want in zip(bits(done), batch_bits, strict=True):
-        np.testing.assert_array_equal(got, want)
+    if pool_tokens:
+        engine.squeeze(pool_tokens)
+    got = bits(engine.generate(requests(keep_logits=True, prompt_logprobs=True)))
+    assert (engine.metrics.num_preemptions > 0) == bool(pool_tokens)
+    assert_same(got, batch_bits)
+
+
+def test_a_request_alone_gives_the_bits_that_it_gives_in_a_batch(tiny: Tiny, batch_bits):
+    engine = tiny.engine(deterministic=True)
+    alone = [run(engine, r) for r in requests(keep_logits=True, prompt_logprobs=True)]
+    assert_same(bits(alone), batch_bits)
 
 
 @pytest.mark.slow
@@ -127,5 +134,4 @@ def test_a_deterministic_engine_gives_the_same_bits_at_the_widths_of_a_real_mode
         answer(page_size=64),
         answer(pool_tokens=640),
     ):
-        for one, other in zip(got, want, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same(got, want)

@@ -16,7 +16,9 @@ P = 4
 class World:
     """A scheduler, its pools, and a model that takes no time: token 0 always follows."""
 
-    def __init__(self, *, pages: tuple[int, ...] = (100,), max_sequences: int = 8, budget: int = 16):
+    def __init__(
+        self, *, pages: tuple[int, ...] = (100,), max_sequences: int = 8, budget: int = 16
+    ):
         self.pools = [PagePool(n + 1) for n in pages]
         self.longest = min(pages) * P
         self.budget = budget

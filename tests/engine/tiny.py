@@ -24,9 +24,7 @@ TINY = ModelConfig(
     vocab_size=V,
     width=32,
     mlp_width=48,
-    layers=tuple(
-        LayerConfig(window=window, rope=RopeConfig(theta=100.0)) for window in (12, None)
-    ),
+    layers=tuple(LayerConfig(window=window, rope=RopeConfig(theta=100.0)) for window in (12, None)),
     attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35),
     max_positions=MAX_POSITIONS,
     rms_eps=1e-5,
@@ -97,6 +95,14 @@ class CheckedEngine(Engine):
     ):
         super().__init__(model, config, detokenizer=detokenizer)
         self._functions = _CheckedFunctions(self, functions)
+        self._taken = [0] * len(self.pools)
+
+    def squeeze(self, tokens: int) -> "CheckedEngine":
+        """Takes pages away until `tokens` tokens are left: a small pool, and nothing recompiled."""
+        for group, pool in enumerate(self.pools):
+            taken = pool.acquire(pool.num_free - tokens // self.spec.page_size)
+            self._taken[group] += len(taken)
+        return self
 
     def step(self) -> list[Delta]:
         deltas = super().step()
@@ -109,7 +115,8 @@ class CheckedEngine(Engine):
 
     @property
     def held_pages(self) -> list[int]:
-        return [pool.num_held for pool in self.pools]
+        """Pages that sequences hold, in each layer group."""
+        return [pool.num_held - n for pool, n in zip(self.pools, self._taken, strict=True)]
 
     @property
     def cache(self) -> KVCache:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import Layout, Pages, copy_pages, write_pages
@@ -97,10 +97,9 @@ def test_values_are_rounded_to_the_nearest_even_and_overflow_to_infinity(backend
         k = np.resize(values, (T, K, D)).astype(of)
         v = -k
         want_k, want_v = k.astype(into), v.astype(into)
-    slots = range(8, 8 + T)
-    got = slots_of(
-        write_pages(random_pool("token_major", into), k, v, int32(*slots), backend=backend)
-    )
+    pages, slots = random_pool("token_major", into), range(8, 8 + T)
+    arrays = jnp.asarray(k), jnp.asarray(v), int32(*slots)
+    got = slots_of(write_pages(pages, *arrays, backend=backend))
     assert [got[slot] for slot in slots] == [row_bytes(want_k[t], want_v[t]) for t in range(T)]
 
 
@@ -113,12 +112,7 @@ def test_no_tokens_and_no_copies_change_nothing(backend):
 
 @every_backend
 @every_layout
-@settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=10,
-    suppress_health_check=[HealthCheck.differing_executors],
-)
+@settings(derandomize=True, deadline=None, max_examples=10)
 @given(slots=st.lists(st.integers(-5, N * P + 5), min_size=T, max_size=T, unique=True))
 def test_any_slots_agree_with_a_dict(backend, layout, slots):
     pages, (k, v) = random_pool(layout, jnp.bfloat16), tokens(jnp.bfloat16)

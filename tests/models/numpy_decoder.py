@@ -14,8 +14,8 @@ def decode_naively(decoder: Decoder, tokens: list[int]) -> np.ndarray:
     """Returns the logits `[S, V]` float64 after each token of a sequence."""
     config = decoder.config
     x = config.embedding_scale * array(decoder.embedding)[tokens]
-    for layer, settings in zip(decoder.layers, config.layers, strict=True):
-        attended = attend(layer, config, norm(x, layer.attention_norm), settings.rope, settings.window)
+    for layer, own in zip(decoder.layers, config.layers, strict=True):
+        attended = attend(layer, config, norm(x, layer.attention_norm), own.rope, own.window)
         x = x + norm(attended, layer.attention_post_norm)
         x = x + norm(mlp(layer, config, norm(x, layer.mlp_norm)), layer.mlp_post_norm)
     head = decoder.embedding if decoder.head is None else decoder.head

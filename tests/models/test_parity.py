@@ -30,16 +30,6 @@ PAGE_SIZES = (8, 16, 64)
 CONTINUATION = 64
 
 
-@pytest.fixture(scope="module", params=TINY)
-def tiny(request, shared) -> tuple[FlaxDecodeModel, list[tuple[np.ndarray, np.ndarray]]]:
-    """A model, and its prompts with their logits `[n, V]`."""
-    folder = shared / "reference" / "tiny" / request.param
-    with np.load(folder / "reference.npz") as stored:
-        names = sorted({key.partition("/")[0] for key in stored.files})
-        cases = [(stored[f"{name}/ids"], stored[f"{name}/logits"]) for name in names]
-    return load_model(str(folder)).model, cases
-
-
 def paged_logits(
     model: FlaxDecodeModel, ids: list[np.ndarray], page_size: int, budget: int
 ) -> list[np.ndarray]:
@@ -82,10 +72,28 @@ def paged_logits(
     return [np.concatenate(rows) for rows in found]
 
 
-@pytest.mark.parametrize("budget", [64, 256], ids=["chunked", "unchunked"])
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_every_logit_of_every_family_is_that_of_transformers(tiny, page_size, budget):
-    model, cases = tiny
+SIZES = [(page_size, budget) for page_size in PAGE_SIZES for budget in (64, 256)]
+
+
+@pytest.mark.parametrize(
+    ("family", "page_size", "budget"),
+    [
+        pytest.param(
+            *(family, page_size, budget),
+            id=f"{family}-{page_size}-{'chunked' if budget == 64 else 'unchunked'}",
+            # Each family at one of the sizes, and each of the sizes with one family.
+            marks=() if SIZES[i] == (page_size, budget) else pytest.mark.slow,
+        )
+        for i, family in enumerate(TINY)
+        for page_size, budget in SIZES
+    ],
+)
+def test_every_logit_of_every_family_is_that_of_transformers(shared, family, page_size, budget):
+    folder = shared / "reference" / "tiny" / family
+    with np.load(folder / "reference.npz") as stored:
+        names = sorted({key.partition("/")[0] for key in stored.files})
+        cases = [(stored[f"{name}/ids"], stored[f"{name}/logits"]) for name in names]
+    model = load_model(str(folder)).model
     found = paged_logits(model, [ids for ids, _ in cases], page_size, budget)
     for (_, expected), logits in zip(cases, found, strict=True):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
