@@ -44,7 +44,7 @@ class StepInputs:
         )
 
     def slots(self, group: int, page_size: int) -> jax.Array:
-        """`[T]` int32, where each row's K and V go in a group; for padding the null page's first."""
+        """`[T]` int32, the slot of each row in a group; 0, of the null page, for padding."""
         seq, position = self.places()
         table = self.page_tables[group]
         page = table[seq, jnp.clip(position // page_size, 0, table.shape[1] - 1)]

@@ -71,7 +71,7 @@ class Mlp(nnx.Module):
 
 
 class AttentionProjections(nnx.Module):
-    """What surrounds the attention itself: q, k, v (one matrix `[(H + 2K) D, E]`), norms, output."""
+    """What surrounds attention: q, k and v (one matrix `[(H + 2K) D, E]`), norms, the output."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         attention = config.attention

@@ -1,4 +1,4 @@
-"""Writes a model as an Orbax checkpoint, which loads faster than a quantised file.
+"""Writes a model as an Orbax checkpoint, which every --model takes in its turn.
 
     python scripts convert --model smollm2-135m --out smollm2
     python scripts convert --model smollm2-135m --out smollm2-bf16 --dtype bf16

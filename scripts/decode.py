@@ -164,7 +164,7 @@ def make_engine(
             max_sequences=args.batch,
             token_budget=args.chunk,
             page_size=args.page_size,
-            pool_tokens=args.pool_tokens or pool_tokens,
+            pool_tokens=pool_tokens if args.pool_tokens is None else args.pool_tokens,
             kv_format=args.kv_format,
             deterministic=args.deterministic,
             backend=args.backend,

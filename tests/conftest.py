@@ -1,5 +1,7 @@
 """What every test runs under: strict JAX, devices by marker, and the data that may be absent."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -23,6 +25,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             skip = pytest.mark.skip(reason=f"JAX runs on {jax.default_backend()} here")
             for item in marked:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once_a_session(tmp_path_factory) -> Iterator[None]:
+    """Keeps compiled programs in a folder of this run alone, which its processes share.
+
+    Many tests make an engine anew, and each compiles the same steps.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(folder / "compiled"), 0.3), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="session")

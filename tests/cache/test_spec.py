@@ -19,7 +19,7 @@ LAYERS = st.lists(
 ).map(tuple)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     layers=LAYERS,
     page_size=st.sampled_from([8, 16]),

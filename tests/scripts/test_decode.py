@@ -23,7 +23,7 @@ def run(model, monkeypatch, capsys):
 
     def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        argv = ["--model", str(model), "--max-new-tokens", "6", *arguments]
+        argv = ["--model", str(model), "--max-new-tokens", "6", "--batch", "3", *arguments]
         try:
             code = console.run(decode.main, argv)
         except SystemExit as stop:  # argparse's way
