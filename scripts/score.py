@@ -61,6 +61,7 @@ def main(argv: list[str]) -> int:
     completions: dict[str, Completion] = {}
     if prompts:
         completions = _run(loaded, prompts, arguments, problems)
+    if completions:
         _save(arguments.out, prompts, completions)
     for name, problem in problems.items():
         print(f"case {name!r}: {problem}", file=sys.stderr)

@@ -78,7 +78,7 @@ def test_a_deterministic_table_has_one_shape(max_sequences, budget):
 def test_200_requests_of_random_lengths_compile_at_most_12_step_shapes(deterministic):
     engine = Engine(
         Bag(),
-        EngineConfig(max_sequences=6, token_budget=200, deterministic=deterministic),
+        EngineConfig(max_sequences=4, token_budget=100, deterministic=deterministic),
     )
     rng = np.random.default_rng(0)
     requests = [
