@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxkv.cache import FORMATS
 from jaxkv.engine import (
     Completion,
@@ -92,6 +94,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         raise ModelError("give prompts as arguments or with --prompts, not both")
     if args.prompts:
         return args.prompts
+    if args.file is None and sys.stdin is None:
+        raise ModelError("there is no prompt: standard input is closed")
     name = str(args.file) if args.file else "standard input"
     if args.file is None and sys.stdin.isatty():
         print("type prompts, a line each; end with Ctrl-D", file=sys.stderr)
@@ -131,7 +135,15 @@ def make_job(index: int, prompt: str, tokenizer: Tokenizer, args: argparse.Names
         ids = encode(prompt, tokenizer, args)
     except ModelError as error:
         return Job(prompt, error=str(error))
-    request = Request(
+    stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
+    return Job(prompt, make_request(ids, stop_ids, args.seed + index, args))
+
+
+def make_request(
+    ids: list[int], stop_ids: frozenset[int], seed: int, args: argparse.Namespace
+) -> Request:
+    """A request with the options of the command line."""
+    return Request(
         prompt=tuple(ids),
         max_new_tokens=args.max_new_tokens,
         sampling=SamplingParams(
@@ -140,13 +152,34 @@ def make_job(index: int, prompt: str, tokenizer: Tokenizer, args: argparse.Names
             top_k=args.top_k,
             top_p=args.top_p,
             min_p=args.min_p,
-            seed=args.seed + index,
+            seed=seed,
         ),
-        stop_ids=frozenset() if args.ignore_eos else tokenizer.stop_ids,
+        stop_ids=stop_ids,
         stop_strings=tuple(args.stop),
         logprobs=args.logprobs,
     )
-    return Job(prompt, request)
+
+
+def engine_config(args: argparse.Namespace, pool_tokens: int) -> EngineConfig:
+    """The sizes and choices of the command line."""
+    return EngineConfig(
+        max_sequences=args.batch,
+        token_budget=args.chunk,
+        page_size=args.page_size,
+        pool_tokens=pool_tokens if args.pool_tokens is None else args.pool_tokens,
+        kv_format=args.kv_format,
+        deterministic=args.deterministic,
+        backend=args.backend,
+    )
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises RequestError for an option that no prompt could be served with."""
+    make_request([0], frozenset(), args.seed, args).check(vocab_size=1)
+    try:
+        engine_config(args, MIN_POOL_TOKENS).check()
+    except ValueError as error:
+        raise RequestError(str(error)) from None
 
 
 def make_engine(
@@ -158,22 +191,13 @@ def make_engine(
     needs = sorted((min(len(r.prompt) + r.max_new_tokens, longest) for r in requests), reverse=True)
     # Whole pages each, then a power of two: runs of like size share their compiled steps.
     needed = sum(-(-need // args.page_size) * args.page_size for need in needs[: args.batch])
-    pool_tokens = max(MIN_POOL_TOKENS, 1 << (needed - 1).bit_length())
+    config = engine_config(args, max(MIN_POOL_TOKENS, 1 << (needed - 1).bit_length()))
     try:
-        config = EngineConfig(
-            max_sequences=args.batch,
-            token_budget=args.chunk,
-            page_size=args.page_size,
-            pool_tokens=pool_tokens if args.pool_tokens is None else args.pool_tokens,
-            kv_format=args.kv_format,
-            deterministic=args.deterministic,
-            backend=args.backend,
-        )
         return Engine(
             loaded.model, config, detokenizer=lambda: StreamDecoder(tokenizer, continues=True)
         )
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    except jax.errors.JaxRuntimeError as error:
+        raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None
 
 
 def serve(engine: Engine, jobs: Sequence[Job], *, echo: bool) -> None:
@@ -212,7 +236,7 @@ def as_json(job: Job) -> str:
             record["logprobs"] = [asdict(entry) for entry in completion.logprobs]
     else:
         record["error"] = job.error
-    return json.dumps(record, ensure_ascii=False)
+    return json.dumps(record)
 
 
 def totals(engine: Engine) -> dict[str, float]:
@@ -247,27 +271,26 @@ def report(figures: dict[str, float]) -> str:
 def main(argv: list[str]) -> int:
     """Decodes the prompts; returns 2 where any of them failed."""
     args = parse(argv)
+    check_options(args)
     prompts = read_prompts(args)
     console.enable_compilation_cache()
     loaded = console.load_model(args)
     tokenizer = loaded.require_tokenizer()
     jobs = [make_job(i, prompt, tokenizer, args) for i, prompt in enumerate(prompts)]
-    requests = [job.request for job in jobs if job.request is not None]
-    if requests:
-        engine = make_engine(loaded, requests, args)
-        echo = len(jobs) == 1 and not args.json
-        serve(engine, jobs, echo=echo)
-        if args.json:
-            for job in jobs:
-                print(as_json(job))
-            print(json.dumps(totals(engine)))
-        else:
-            for job in jobs:
-                if not echo and job.completion is not None and job.error is None:
-                    print(f"> {job.prompt}\n{job.completion.text.strip()}\n")
-            if echo:
-                print()
-            print(report(totals(engine)), file=sys.stderr)
+    engine = make_engine(loaded, [job.request for job in jobs if job.request is not None], args)
+    echo = len(jobs) == 1 and not args.json
+    serve(engine, jobs, echo=echo)
+    if args.json:
+        for job in jobs:
+            print(as_json(job))
+        print(json.dumps(totals(engine)))
+    else:
+        for job in jobs:
+            if not echo and job.completion is not None and job.error is None:
+                print(f"> {job.prompt}\n{job.completion.text.strip()}\n")
+        if echo:
+            print()
+        print(report(totals(engine)), file=sys.stderr)
     failed = [job for job in jobs if job.error is not None]
     for job in failed:
         start = job.prompt if len(job.prompt) <= 40 else job.prompt[:40] + "..."

@@ -98,7 +98,11 @@ def _parse(argv: list[str]) -> Namespace:
 
 
 def _open(path: Path) -> Any:
-    return sys.stdin.buffer if str(path) == "-" else open(path, "rb")
+    if str(path) != "-":
+        return open(path, "rb")
+    if sys.stdin is None:
+        raise ModelError("there is no case: standard input is closed")
+    return sys.stdin.buffer
 
 
 def read_cases(lines: Iterable[bytes], where: str) -> list[Case]:
@@ -133,8 +137,13 @@ def _case(line: bytes) -> Case:
     if not isinstance(raw, dict) or raw.keys() not in ({"name", "ids"}, {"name", "text"}):
         raise ValueError('must be {"name": ..., "ids": [...]} or {"name": ..., "text": "..."}')
     name = raw["name"]
-    if not isinstance(name, str) or not name or "/" in name:
-        raise ValueError(f"name must be a text without slashes, got {name!r}")
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= 200
+        or "/" in name
+        or not name.isprintable()
+    ):
+        raise ValueError(f"name must be printable, short and without slashes, got {name!r:.40}")
     if "text" in raw:
         if not isinstance(raw["text"], str):
             raise ValueError(f"text must be a text, got {raw['text']!r:.40}")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxkv.cache import get_format
+from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.checks import PAGE_SIZES
 
 
@@ -37,15 +38,24 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raises ValueError, naming the field, where a value cannot be used."""
-        for name in ("max_sequences", "token_budget", "pool_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_sequences", "token_budget", "page_size", "pool_bytes"):
+            _check_count(name, getattr(self, name))
         for name in ("pool_tokens", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or None, got {value}")
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
         if self.page_size not in PAGE_SIZES:
             raise ValueError(
                 f"page_size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}, got {self.page_size}"
             )
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"backend must be None or of {sorted(BACKENDS)}, got {self.backend!r}")
         get_format(self.kv_format)
+
+
+def _check_count(name: str, value: object) -> None:
+    """Raises ValueError unless a value is a number of things, at most what int32 slots can tell."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} must be int, got {value!r}")
+    largest = 1 << (60 if name == "pool_bytes" else 30)
+    if not 1 <= value <= largest:
+        raise ValueError(f"{name} must be at least 1 and at most {largest}, got {value}")

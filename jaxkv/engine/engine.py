@@ -83,6 +83,7 @@ class Engine:
             model, backend=self.config.backend, deterministic=self.config.deterministic
         )
         self._sequences: dict[int, Sequence] = {}
+        self._parked: dict[int, list[Delta]] = {}  # of the requests of open streams
         self._next_id = 0
         self.metrics = EngineMetrics()
 
@@ -160,31 +161,50 @@ class Engine:
         return deltas
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Delta]:
-        """Serves requests together, yielding what each step adds.
+        """Serves requests together, yielding what each step adds to them.
 
         A request that is refused yields one delta with finish reason `error`, and leaves the
-        others alone. Leaving the iterator early aborts what is unfinished.
+        others alone. Several streams may run by turns on one engine: each yields its own requests
+        alone. Leaving the iterator early aborts what is unfinished.
         """
-        submitted = []
+        submitted: list[Completion] = []
         try:
             for request in requests:
                 completion = self._submit_or_refuse(request)
                 submitted.append(completion)
+                self._parked[completion.request_id] = []
                 if completion.error is not None:
                     yield Delta(completion, (), "")
-            while any(completion.finish_reason is None for completion in submitted):
-                yield from self.step()
+            while True:
+                for completion in submitted:
+                    parked = self._parked[completion.request_id]
+                    while parked:
+                        yield parked.pop(0)
+                if all(completion.finish_reason is not None for completion in submitted):
+                    return
+                self._step_and_park()
         finally:
             for completion in submitted:
                 self.abort(completion.request_id)
+                self._parked.pop(completion.request_id, None)
 
     def generate(self, requests: Seq[Request]) -> list[Completion]:
         """Serves requests together and returns their completions in order; see `stream`."""
-        completions: dict[int, Completion] = {}
-        first_id = self._next_id
-        for delta in self.stream(requests):
-            completions[delta.completion.request_id] = delta.completion
-        return [completions[i] for i in range(first_id, self._next_id)]
+        completions = [self._submit_or_refuse(request) for request in requests]
+        try:
+            while any(completion.finish_reason is None for completion in completions):
+                self._step_and_park()
+        finally:
+            for completion in completions:
+                self.abort(completion.request_id)
+        return completions
+
+    def _step_and_park(self) -> None:
+        """Runs a step, keeping for each open stream what belongs to it."""
+        for delta in self.step():
+            parked = self._parked.get(delta.completion.request_id)
+            if parked is not None:
+                parked.append(delta)
 
     @property
     def _max_pages(self) -> int:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import UnionType
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +31,13 @@ class Detokenizer(Protocol):
 DetokenizerFactory = Callable[[], Detokenizer]
 
 
+def _check_type(name: str, value: object, expected: type | UnionType) -> None:
+    """Raises RequestError where a value has another type; a bool is no number here."""
+    if not isinstance(value, expected) or isinstance(value, bool):
+        wanted = getattr(expected, "__name__", str(expected))
+        raise RequestError(f"{name} must be {wanted}, got {type(value).__name__}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a token is drawn from the logits, in this order of steps.
@@ -53,6 +61,10 @@ class SamplingParams:
 
     def check(self) -> None:
         """Raises RequestError, naming the field, where a value has no meaning."""
+        for name in ("top_k", "seed"):
+            _check_type(name, getattr(self, name), int)
+        for name in ("repetition_penalty", "temperature", "top_p", "min_p"):
+            _check_type(name, getattr(self, name), int | float)
         rules = {
             "repetition_penalty": (self.repetition_penalty > 0, "must be above 0"),
             "temperature": (self.temperature >= 0, "must be 0 or more"),
@@ -63,7 +75,9 @@ class SamplingParams:
         }
         for name, (holds, rule) in rules.items():
             value = getattr(self, name)
-            if not holds or not math.isfinite(value):
+            if not math.isfinite(value):
+                raise RequestError(f"{name} must be finite, got {value}")
+            if not holds:
                 raise RequestError(f"{name} {rule}, got {value}")
 
 
@@ -94,6 +108,11 @@ class Request:
 
     def check(self, vocab_size: int) -> None:
         """Raises RequestError where the request has no meaning for a model of V tokens."""
+        _check_type("prompt", self.prompt, tuple)
+        for token in (*self.prompt, *self.stop_ids):
+            _check_type("a token id", token, int)
+        _check_type("max_new_tokens", self.max_new_tokens, int)
+        _check_type("stop_strings", self.stop_strings, tuple)
         if not self.prompt:
             raise RequestError("the prompt is empty: at least one token is needed")
         for token in (*self.prompt, *self.stop_ids):

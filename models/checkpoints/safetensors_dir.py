@@ -149,7 +149,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object")

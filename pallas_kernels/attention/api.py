@@ -41,6 +41,9 @@ def ragged_paged_attention(
     queries, and sees the keys at positions up to its own. K and V of this step are already in the
     pages. H // K query heads share each KV head (GQA, MQA; MHA where H == K).
 
+    T, B and M are at least 1. Keyword arguments but `sinks` are static. Forward only: there is no
+    gradient.
+
     Entries of `page_table` past a sequence's pages, or wholly outside the window of its queries,
     may hold anything, and NaN in a slot that no query sees never reaches an output.
 

@@ -57,7 +57,7 @@ def ragged_paged_attention(
         grouped = q.at[rows].get(mode="clip").reshape(group, tile, K, H // K, D)
         grouped = grouped.astype(jnp.float32) * options.scale
         state = _walk_chunks(grouped, position, pages, page_table[part.seq], part, options)
-        out, lse = _finish(state, position, sink.reshape(K, 1, H // K))
+        out, lse = _finish(state, sink.reshape(1, K, 1, H // K))
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(whole, new, g * group, axis=0)
             for whole, new in zip(outputs, (out, lse), strict=True)
@@ -208,11 +208,10 @@ def _batched_dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.A
 
 
 def _finish(
-    state: tuple[jax.Array, jax.Array, jax.Array], position: jax.Array, sink: jax.Array
+    state: tuple[jax.Array, jax.Array, jax.Array], sink: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Normalises a group; the sink `[K, 1, G]` joins the denominator here, once."""
+    """Normalises a group; the sink `[1, K, 1, G]` joins the denominator here, once."""
     m, total, acc = state
-    sink = jnp.where((position == PADDING)[:, None, :, None], -jnp.inf, sink[None])
     m_new = finite_or_zero(jnp.maximum(m, sink))
     decay = jnp.exp(m - m_new)
     total = total * decay + jnp.exp(sink - m_new)

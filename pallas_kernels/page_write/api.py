@@ -24,7 +24,7 @@ def write_pages(
 
     Args:
       pages: the pool of one layer.
-      k: `[T, K, D]` float, cast to the pages' dtype.
+      k: `[T, K, D]` float, rounded to the pages' dtype; past its range, to infinity.
       v: like `k`.
       slots: `[T]` int32, `page_id * P + offset`. No two tokens share a slot, but for padding:
         that is aimed at the null page (slot 0), where what remains is not defined. A slot outside
@@ -55,7 +55,9 @@ def copy_pages(
     Args:
       pages: the pool of one layer.
       source: `[n]` int32 page ids.
-      target: `[n]` int32 page ids, distinct but for padding, which copies page 0 onto page 0.
+      target: `[n]` int32 page ids, distinct but for padding, which copies page 0 onto page 0. An id
+        outside the pool is an error of the caller: as a target it writes nothing, as a source it
+        stands for some page.
       backend: `reference`, `xla`, or None for the best on this platform.
 
     Raises:

@@ -1,0 +1,71 @@
+"""Several users of one engine by turns: each stream yields its own requests, whole."""
+
+import pytest
+
+from jaxkv.engine import FinishReason, Request
+from jaxkv.engine.request import SamplingParams
+from tests.engine.tiny import Tiny
+
+PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9), (10,)]
+
+
+def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
+    return [Request(prompt=prompt, max_new_tokens=5) for prompt in prompts]
+
+
+def test_streams_by_turns_yield_their_own_tokens_and_all_of_them(tiny: Tiny):
+    alone = [completion.tokens for completion in tiny.engine().generate(requests(PROMPTS))]
+    engine = tiny.engine()
+    streams = [engine.stream(requests(PROMPTS[:2])), engine.stream(requests(PROMPTS[2:]))]
+    seen: list[dict[int, list[int]]] = [{}, {}]
+    open_streams = [0, 1]
+    while open_streams:
+        for which in list(open_streams):
+            delta = next(streams[which], None)
+            if delta is None:
+                open_streams.remove(which)
+            else:
+                tokens = seen[which].setdefault(delta.completion.request_id, [])
+                tokens.extend(delta.tokens)
+    assert [list(part.values()) for part in seen] == [alone[:2], alone[2:]]
+    assert all(pool.num_held == 0 for pool in engine.pools)
+
+
+def test_a_stream_passes_over_requests_that_were_submitted_beside_it(tiny: Tiny):
+    engine = tiny.engine()
+    beside = engine.submit(requests(PROMPTS)[3])
+    deltas = list(engine.stream(requests(PROMPTS[:1])))
+    assert {delta.completion.request_id for delta in deltas} == {beside.request_id + 1}
+    while engine.has_work:
+        engine.step()
+    assert len(beside.tokens) == 5
+
+
+def test_generate_returns_the_completions_of_its_own_requests(tiny: Tiny):
+    engine = tiny.engine()
+    beside = engine.submit(requests(PROMPTS)[3])
+    completions = engine.generate(requests(PROMPTS[:2]))
+    assert [completion.prompt_tokens for completion in completions] == [3, 2]
+    assert beside not in completions
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        pytest.param({"prompt": "abc"}, "prompt must be tuple", id="text"),
+        pytest.param({"prompt": (5.5,)}, "token id must be int", id="fraction"),
+        pytest.param({"max_new_tokens": None}, "max_new_tokens must be int", id="no limit"),
+        pytest.param({"stop_strings": "ab"}, "stop_strings must be tuple", id="stop text"),
+        pytest.param(
+            {"sampling": SamplingParams(temperature="1")}, "temperature", id="text number"
+        ),
+        pytest.param({"sampling": SamplingParams(top_k=2.5)}, "top_k must be int", id="half a k"),
+    ],
+)
+def test_a_request_of_wrong_types_fails_alone(tiny: Tiny, bad, message):
+    good = Request(prompt=(1, 2, 3), max_new_tokens=2)
+    wrong = Request(**{"prompt": (1,), "max_new_tokens": 2} | bad)
+    refused, served = tiny.engine().generate([wrong, good])
+    assert refused.finish_reason is FinishReason.ERROR
+    assert message in str(refused.error)
+    assert len(served.tokens) == 2
