@@ -113,8 +113,6 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 def encode(prompt: str, tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
     """Token ids of a prompt, in the chat template unless it is taken raw or there is none."""
     if args.raw or tokenizer.chat_template is None:
-        if args.system:
-            raise ModelError("--system needs a chat template, and here is none")
         return tokenizer.encode(prompt)
     messages = [{"role": "user", "content": prompt}]
     if args.system:
@@ -276,6 +274,8 @@ def main(argv: list[str]) -> int:
     console.enable_compilation_cache()
     loaded = console.load_model(args)
     tokenizer = loaded.require_tokenizer()
+    if args.system and (args.raw or tokenizer.chat_template is None):
+        raise ModelError("--system needs a chat template, and here is none")
     jobs = [make_job(i, prompt, tokenizer, args) for i, prompt in enumerate(prompts)]
     engine = make_engine(loaded, [job.request for job in jobs if job.request is not None], args)
     echo = len(jobs) == 1 and not args.json
@@ -290,7 +290,8 @@ def main(argv: list[str]) -> int:
                 print(f"> {job.prompt}\n{job.completion.text.strip()}\n")
         if echo:
             print()
-        print(report(totals(engine)), file=sys.stderr)
+        if engine.metrics.num_steps:
+            print(report(totals(engine)), file=sys.stderr)
     failed = [job for job in jobs if job.error is not None]
     for job in failed:
         start = job.prompt if len(job.prompt) <= 40 else job.prompt[:40] + "..."

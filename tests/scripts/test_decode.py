@@ -110,7 +110,10 @@ def test_a_bad_prompt_in_a_batch_fails_alone_with_one_line_and_code_2(run, how):
         pytest.param(["--stop", "", "x"], b"", "stop", id="stop"),
         pytest.param(["--logprobs", "99", "x"], b"", "logprobs", id="logprobs"),
         pytest.param(["--max-new-tokens", "-3", "x"], b"", "max_new_tokens", id="new tokens"),
+        pytest.param(["--temperature", "nan", "x"], b"", "finite", id="not a number"),
         pytest.param(["--page-size", "3", "x"], b"", "page_size", id="page size"),
+        pytest.param(["--page-size", "0", "x"], b"", "page_size", id="no page size"),
+        pytest.param(["--pool-tokens", str(10**12), "x"], b"", "pool_tokens", id="huge pool"),
         pytest.param(["--batch", "0", "x"], b"", "max_sequences", id="batch"),
         pytest.param(["--chunk", "0", "x"], b"", "token_budget", id="chunk"),
         pytest.param(["--pool-tokens", "0", "x"], b"", "pool_tokens", id="pool"),
@@ -130,5 +133,16 @@ def test_a_wrong_argument_or_input_is_one_line_and_code_2(run, arguments, stdin,
     assert code == console.EXIT_USER_ERROR
     assert message in err
     assert "Traceback" not in err
-    complaints = [line for line in err.splitlines() if not line.startswith("prefill 0 tokens")]
-    assert len(complaints) == 1
+    assert len(err.splitlines()) == 1
+
+
+def test_a_closed_standard_input_is_one_line_and_code_2(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert console.run(decode.main, []) == console.EXIT_USER_ERROR
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+def test_json_has_its_lines_where_every_prompt_failed(run):
+    code, out, _ = run("--raw", "--json", "", "\udcff")
+    assert code == console.EXIT_USER_ERROR
+    assert [sorted(record) for record in records(out)[:-1]] == [["error", "prompt"]] * 2
