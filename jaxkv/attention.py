@@ -11,8 +11,11 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jaxkv.cache import KVCache, write
+from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.attention.ragged import Ragged
 from pallas_kernels.pages import Layout
+
+BACKEND_NAMES = tuple(sorted(BACKENDS))
 
 
 def preferred_layout() -> Layout:

@@ -55,8 +55,10 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _complain("stopped: nothing reads the output any more", EXIT_USER_ERROR)
     except OSError as error:
+        if error.strerror is None:  # no word of the system's
+            raise
         where = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{where}{error.strerror or error}", EXIT_USER_ERROR)
+        return _complain(f"{where}{error.strerror}", EXIT_USER_ERROR)
     except ValueError as error:
         # Imported late: a run without a mistake need not load them.
         from jaxkv.engine.request import RequestError

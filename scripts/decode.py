@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import FORMATS
 from jaxkv.engine import (
     Completion,
@@ -34,7 +35,6 @@ from models.chat import render_chat
 from models.errors import ModelError
 from models.loading import LoadedModel
 from models.tokenizer import StreamDecoder, Tokenizer
-from pallas_kernels.attention.api import BACKENDS
 from scripts import console
 
 MIN_POOL_TOKENS = 1024
@@ -82,7 +82,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--pool-tokens", type=int, metavar="N", help="tokens in the cache (default: what is needed)"
     )
     add("--kv-format", choices=sorted(FORMATS), default="f32", help="(default: %(default)s)")
-    add("--backend", choices=sorted(BACKENDS), help="of attention (default: the platform's best)")
+    add("--backend", choices=BACKEND_NAMES, help="of attention (default: the platform's best)")
     add("--deterministic", action="store_true", help="same bits whatever the batch; slower")
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
     return parser.parse_args(argv)

@@ -17,3 +17,4 @@ from jaxkv.cache.state import gather_dense as gather_dense
 from jaxkv.cache.state import import_pages as import_pages
 from jaxkv.cache.state import init_cache as init_cache
 from jaxkv.cache.state import write as write
+from pallas_kernels.checks import PAGE_SIZES as PAGE_SIZES

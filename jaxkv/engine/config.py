@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from jaxkv.cache import get_format
-from pallas_kernels.attention.api import BACKENDS
-from pallas_kernels.checks import PAGE_SIZES
+from jaxkv.attention import BACKEND_NAMES
+from jaxkv.cache import PAGE_SIZES, get_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,8 @@ class EngineConfig:
             raise ValueError(
                 f"page_size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}, got {self.page_size}"
             )
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise ValueError(f"backend must be None or of {sorted(BACKENDS)}, got {self.backend!r}")
+        if self.backend is not None and self.backend not in BACKEND_NAMES:
+            raise ValueError(f"backend must be None or of {BACKEND_NAMES}, got {self.backend!r}")
         get_format(self.kv_format)
 
 
