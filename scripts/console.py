@@ -4,6 +4,7 @@ Not here: anything a library user could want; the mains are thin, and so is this
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _complain("stopped: nothing reads the output any more", EXIT_USER_ERROR)
     except OSError as error:
-        if error.strerror is None:  # no word of the system's
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
         where = f"{error.filename}: " if error.filename else ""
         return _complain(f"{where}{error.strerror}", EXIT_USER_ERROR)
