@@ -1,6 +1,6 @@
 """Checkpoints of our own: a decoder's parameters through Orbax, with its config and tokenizer.
 
-    jaxkv.json    version, config, dtype, and the size of every file below
+    jaxkv.json    version, config, dtype, and size and CRC-32 of every file below
     params/       Orbax; one entry a parameter, named by its path: `layers.0.mlp.down.weight`
     tokenizer/    of a Hugging Face directory its files, of a GGUF file its metadata as JSON;
                   absent where the model has no tokenizer
@@ -12,6 +12,7 @@ reading. Not here: optimizer state, or several steps of a run.
 import json
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _TOKENIZER_FILES = (  # what `tokenizer_from_dir` reads
     "chat_template.jinja",
 )
 _GROUP_BYTES = 16 << 20  # read at once: few calls, and little beside the parameters in memory
+_BLOCK_BYTES = 1 << 20
 
 
 def check_target(path: Path) -> None:
@@ -101,12 +103,18 @@ def _header(model: FlaxDecodeModel, folder: Path) -> dict[str, Any]:
         "version": VERSION,
         "dtype": model.named_params[("embedding",)].dtype.name,
         "config": config_to_json(model.config),
-        "files": {file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
+        "files": {
+            file.relative_to(folder).as_posix(): [file.stat().st_size, _crc32(file)]
+            for file in files
+        },
     }
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    """The header, checked, and with it that every file is there in its whole length."""
+    """The header, checked, and with it that every file is there as it was written.
+
+    Before Orbax reads any: a read that fails leaves its neighbours' unfinished.
+    """
     file = path / HEADER
     try:
         header = json.loads(file.read_bytes())
@@ -123,16 +131,31 @@ def _read_header(path: Path) -> dict[str, Any]:
             f"{file}: is of version {header['version']!r}, and only {VERSION} is read; write the "
             "checkpoint again"
         )
-    kinds = {"config": dict, "files": dict}
-    sound = all(isinstance(header.get(key), kind) for key, kind in kinds.items())
+    sound = all(isinstance(header.get(key), dict) for key in ("config", "files"))
+    sound = sound and all(isinstance(x, list) and len(x) == 2 for x in header["files"].values())
     if not sound or header.get("dtype") not in DTYPES:
         raise ModelError(f"{file}: is damaged; write the checkpoint again")
-    for name, size in header["files"].items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes in place of {size}"
-            raise ModelError(f"{path / name}: {state}; copy or write the checkpoint again")
+    for name, (size, crc) in header["files"].items():
+        file = path / name
+        found = file.stat().st_size if file.is_file() else None
+        if found is None:
+            state = "is missing"
+        elif found != size:
+            state = f"has {found} bytes in place of {size}"
+        elif _crc32(file) != crc:
+            state = "is damaged"
+        else:
+            continue
+        raise ModelError(f"{file}: {state}; copy or write the checkpoint again")
     return header
+
+
+def _crc32(file: Path) -> int:
+    crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _save_params(model: FlaxDecodeModel, folder: Path) -> None:
@@ -149,19 +172,37 @@ def _read_params(
     done, total = 0, sum(_num_bytes(shape) for shape in shapes.values())
     read: dict[str, jax.Array] = {}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        for group in _groups(entries):
-            try:
+        try:
+            _check_stored(checkpointer.metadata(folder.absolute()), folder, entries)
+            for group in _groups(entries):
                 read |= checkpointer.restore(folder.absolute(), args=_restore_args(group))
-            except Exception as error:  # Orbax raises whatever the storage below it does
-                reason = (str(error) or type(error).__name__).partition("\n")[0]
-                raise ModelError(
-                    f"{folder}: cannot be read ({reason:.200}); copy or write the checkpoint again"
-                ) from error
-            done += sum(_num_bytes(shape) for shape in group.values())
-            if progress is not None:
-                progress(done, total)
+                done += sum(_num_bytes(shape) for shape in group.values())
+                if progress is not None:
+                    progress(done, total)
+        except ModelError:
+            raise
+        except Exception as error:  # Orbax raises whatever the storage below it does
+            reason = (str(error) or type(error).__name__).partition("\n")[0]
+            raise ModelError(
+                f"{folder}: cannot be read ({reason:.200}); copy or write the checkpoint again"
+            ) from error
     named = {path: read[_entry(path)] for path in shapes}
     return FlaxDecodeModel.from_named(config, graphdef, named)
+
+
+def _check_stored(
+    metadata: Any, folder: Path, entries: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Raises ModelError where the stored parameters are not those that the config describes."""
+    stored = metadata.item_metadata.tree
+    for name, shape in entries.items():
+        found = stored[name].shape if name in stored else None
+        if found != shape.shape:
+            state = "is missing" if found is None else f"has shape {found}"
+            raise ModelError(
+                f"{folder}: {name} {state}, and {HEADER} says {shape.shape}; copy or write the "
+                "checkpoint again"
+            )
 
 
 def _restore_args(group: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeRestore:

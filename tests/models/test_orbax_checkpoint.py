@@ -144,6 +144,7 @@ def changed_header(folder: Path, **changes: object) -> None:
     [
         ({"version": 2}, "is of version 2, and only 1 is read"),
         ({"files": None}, "is damaged"),
+        ({"files": {"params": 3}}, "is damaged"),
         ({"dtype": 3}, "is damaged"),
         ({"dtype": "float31"}, "is damaged"),
         ({"config": {"family": "llama"}}, "config: has no vocab_size"),
@@ -161,7 +162,7 @@ def test_a_header_that_is_no_json_object_is_refused(copied, content):
     assert refusal(copied) == f"{copied / HEADER}: is damaged; write the checkpoint again"
 
 
-def test_every_file_is_missed_when_it_is_gone_or_cut(copied):
+def test_every_file_is_missed_when_it_is_gone_cut_or_changed(copied):
     files = [file for file in copied.rglob("*") if file.is_file() and file.name != HEADER]
     assert len(files) > 3
     for file in files:
@@ -171,6 +172,8 @@ def test_every_file_is_missed_when_it_is_gone_or_cut(copied):
         if whole:
             file.write_bytes(whole[:-1])
             assert refusal(copied).startswith(f"{file}: has {len(whole) - 1} bytes in place of")
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            assert refusal(copied) == f"{file}: is damaged; copy or write the checkpoint again"
         file.write_bytes(whole)
     open_orbax(copied)
 
@@ -178,4 +181,8 @@ def test_every_file_is_missed_when_it_is_gone_or_cut(copied):
 def test_values_that_do_not_fit_the_config_are_refused(copied):
     config = json.loads((copied / HEADER).read_text())["config"]
     changed_header(copied, config=config | {"mlp_width": CONFIG["intermediate_size"] + 1})
-    assert refusal(copied).startswith(f"{copied / 'params'}: cannot be read")
+    F, E = CONFIG["intermediate_size"], CONFIG["hidden_size"]
+    assert refusal(copied) == (
+        f"{copied / 'params'}: layers.0.mlp.down.weight has shape {(F, E)}, and {HEADER} says "
+        f"{(F + 1, E)}; copy or write the checkpoint again"
+    )
