@@ -183,6 +183,6 @@ def test_values_that_do_not_fit_the_config_are_refused(copied):
     changed_header(copied, config=config | {"mlp_width": CONFIG["intermediate_size"] + 1})
     F, E = CONFIG["intermediate_size"], CONFIG["hidden_size"]
     assert refusal(copied) == (
-        f"{copied / 'params'}: layers.0.mlp.down.weight has shape {(F, E)}, and {HEADER} says "
-        f"{(F + 1, E)}; copy or write the checkpoint again"
+        f"{copied / 'params'}: layers.0.mlp.down.weight has shape {(E, F)}, and {HEADER} says "
+        f"{(E, F + 1)}; copy or write the checkpoint again"
     )
