@@ -15,10 +15,13 @@ from jaxkv.cache.state import KVCache
 
 
 class Holders(Protocol):
-    """How many hold each page of a layer group; `jaxkv.prefix.PagePool` is one."""
+    """Who holds each page of a layer group; `jaxkv.prefix.PagePool` is one."""
 
-    def count(self, page: int) -> int:
-        """Holders of a page; raises ValueError where the pool has no such page."""
+    def state(self, page: int) -> tuple[int, int]:
+        """Whether an index keeps a page, 0 or 1, and how many sequences hold it.
+
+        Raises ValueError where the pool has no such page.
+        """
         ...
 
 
@@ -55,12 +58,12 @@ def check_tables(
     kv_lens: np.ndarray,
     query_lens: np.ndarray,
     pools: Sequence[Holders],
-    page_size: int,
+    spec: CacheSpec,
 ) -> None:
     """Checks that a step may read and write through its page tables.
 
-    In every layer group, each page of a sequence's tokens is a page of the pool that somebody
-    holds, and a page that the step writes (one with a slot of a query token) is in no other
+    In every layer group, each page of the tokens that a sequence's query tokens see is a page of
+    the pool that a sequence holds, and a page that the step writes (one with a slot of a query token) is in no other
     sequence's live range, nor twice in its own.
 
     Args:
@@ -68,7 +71,7 @@ def check_tables(
       kv_lens: `[B]` int32, tokens in the cache after the step.
       query_lens: `[B]` int32, how many of them the step writes.
       pools: who holds what, one a layer group.
-      page_size: P.
+      spec: of the cache.
 
     Raises:
       ValueError: naming group, sequence and page.
@@ -78,14 +81,17 @@ def check_tables(
         written: dict[int, int] = {}
         for b, (row, length, queries) in enumerate(zip(table, kv_lens, query_lens, strict=True)):
             where = f"group {group}, sequence {b}"
-            num_live = -(-int(length) // page_size)
+            first_query = int(length) - int(queries)
+            num_live = -(-int(length) // spec.page_size)
             if num_live > len(row):
                 raise ValueError(f"{where}: {length} tokens need {num_live} pages, M = {len(row)}")
-            first_written = (int(length) - int(queries)) // page_size
-            for place, page in enumerate(row[:num_live].tolist()):
+            first_written = first_query // spec.page_size
+            window = spec.groups[group].window
+            first_seen = 0 if window is None else max(0, first_query - window + 1) // spec.page_size
+            for place, page in enumerate(row[first_seen:num_live].tolist(), first_seen):
                 if page == 0:
                     raise ValueError(f"{where}: page {place} of its tokens is the null page")
-                if pool.count(page) == 0:
+                if pool.state(page)[1] == 0:
                     raise ValueError(f"{where}: page {page} is in use and nobody holds it")
                 readers.setdefault(page, []).append(b)
                 if queries and place >= first_written:

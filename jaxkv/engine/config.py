@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import PAGE_SIZES, get_format
+from jaxkv.engine.waiting import SCHEDULING
+from jaxkv.prefix import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,10 @@ class EngineConfig:
         its prompt is cut into chunks, and whatever the page size. Slower: small steps are padded,
         and no step has more than 64 tokens.
       backend: attention backend, or None for the platform's best.
+      prefix_cache: keep pages of requests that have ended, and share them with later ones that
+        begin with the same tokens.
+      eviction: which cached page goes first, a name of `jaxkv.prefix.POLICIES`.
+      scheduling: which waiting request goes first, of `jaxkv.engine.waiting.SCHEDULING`.
     """
 
     max_sequences: int = 8
@@ -34,6 +40,9 @@ class EngineConfig:
     kv_format: str = "f32"
     deterministic: bool = False
     backend: str | None = None
+    prefix_cache: bool = True
+    eviction: str = "lru"
+    scheduling: str = "lpm"
 
     def check(self) -> None:
         """Raises ValueError, naming the field, where a value cannot be used."""
@@ -48,6 +57,9 @@ class EngineConfig:
             )
         if self.backend is not None and self.backend not in BACKEND_NAMES:
             raise ValueError(f"backend must be None or of {BACKEND_NAMES}, got {self.backend!r}")
+        for name, known in (("eviction", tuple(POLICIES)), ("scheduling", SCHEDULING)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be of {known}, got {getattr(self, name)!r}")
         get_format(self.kv_format)
 
 

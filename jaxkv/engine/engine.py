@@ -1,21 +1,28 @@
 """The engine: turns requests into steps and steps into tokens.
 
 Life of a request: `submit` checks it and queues a sequence; `step` asks the scheduler for a plan,
-builds its arrays, runs the jitted step with the cache donated, and books the result: tokens are
-appended, text is settled, finished sequences give their pages back. `abort` ends one in any state.
+copies the pages that are shared in part, runs the jitted step with the cache donated, and books the
+result: tokens are appended, text is settled, what is computed becomes known to the prefix index,
+finished sequences give their pages back. `abort` ends one in any state.
 Not here: which sequence goes first (`scheduler`), what a step computes (`step`, `sampling`).
 """
 
+import dataclasses
+import math
 import time
-from collections.abc import Iterable, Iterator
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.attention import preferred_layout
 from jaxkv.cache import CacheSpec, get_format, group_layers, init_cache
 from jaxkv.engine.config import EngineConfig
-from jaxkv.engine.metrics import EngineMetrics
+from jaxkv.engine.metrics import EngineMetrics, PoolState
 from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.request import (
     Completion,
@@ -24,14 +31,22 @@ from jaxkv.engine.request import (
     FinishReason,
     Request,
     RequestError,
+    SamplingParams,
     TokenLogprob,
 )
-from jaxkv.engine.sampling import SamplingInputs
+from jaxkv.engine.sampling import Sampled, pack_controls
 from jaxkv.engine.scheduler import Scheduler, StepPlan
 from jaxkv.engine.sequence import Sequence, mark_seen
-from jaxkv.engine.step import ShapeTable, StepFunctions, StepResult, build_inputs
+from jaxkv.engine.step import (
+    ShapeTable,
+    StepFunctions,
+    StepLayout,
+    StepResult,
+    StepShape,
+    build_buffer,
+)
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.prefix import PagePool, SequencePages
+from jaxkv.prefix import POLICIES, Event, Namespace, PagePool, PageTables, PrefixIndex
 
 
 class Engine:
@@ -41,6 +56,7 @@ class Engine:
       config: sizes and choices.
       spec: of the cache.
       pools: page pool of each layer group.
+      index: of cached prefixes; None where the config switches it off.
       metrics: what was done so far.
     """
 
@@ -50,6 +66,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         detokenizer: DetokenizerFactory | None = None,
+        page_events: Callable[[Event], None] | None = None,
     ):
         """Allocates the cache; nothing is compiled yet.
 
@@ -58,6 +75,7 @@ class Engine:
           config: sizes and choices; None takes the defaults.
           detokenizer: makes a detokenizer a request; None leaves answers without text, and
             refuses stop strings.
+          page_events: called with each page that the prefix index stores or lets go.
 
         Raises:
           ValueError: a value of `config` that cannot be used.
@@ -69,19 +87,40 @@ class Engine:
         self.spec = _cache_spec(model, self.config)
         self._cache = init_cache(self.spec)
         self.pools = [PagePool(n) for n in self.spec.num_pages]
-        capacity = min(pool.capacity for pool in self.pools) * self.spec.page_size
-        longest = min(self.config.max_length or model.max_positions, model.max_positions)
-        self.max_length = min(longest, capacity)
+        windows = [group.window for group in self.spec.groups]
+        self.index: PrefixIndex | None = None
+        if self.config.prefix_cache:
+            policy = POLICIES[self.config.eviction]()
+            self.index = PrefixIndex(
+                self.pools, self.config.page_size, windows, policy=policy, events=page_events
+            )
+        self.max_length = _longest(model, self.config, self.spec)
+        self._tables = PageTables(
+            self.pools,
+            self.config.page_size,
+            max_sequences=self.config.max_sequences,
+            max_pages=-(-self.max_length // self.config.page_size),
+            windows=windows,
+            index=self.index,
+        )
         self._shapes = ShapeTable.plan(
             self.config.max_sequences,
             self.config.token_budget,
             deterministic=self.config.deterministic,
         )
-        budget = min(self.config.token_budget, self._shapes.most_tokens)
-        self._scheduler = Scheduler(self.config.max_sequences, budget)
+        self._scheduler = Scheduler(
+            self._tables,
+            self.index,
+            max_sequences=self.config.max_sequences,
+            token_budget=min(self.config.token_budget, self._shapes.most_tokens),
+            scheduling=self.config.scheduling,
+        )
         self._functions = StepFunctions(
             model, backend=self.config.backend, deterministic=self.config.deterministic
         )
+        padding = pack_controls(SamplingParams())
+        self._controls = np.tile(padding, (self.config.max_sequences + 1, 1))
+        self._nothing_seen: dict[int, jax.Array] = {}  # by B
         self._sequences: dict[int, Sequence] = {}
         self._parked: dict[int, list[Delta]] = {}  # of the requests of open streams
         self._next_id = 0
@@ -99,11 +138,16 @@ class Engine:
             pool.num_held * self.spec.bytes_per_page(group) for group, pool in enumerate(self.pools)
         )
 
+    @property
+    def pool_states(self) -> list[PoolState]:
+        """Pages that are free, cached and held, of each layer group."""
+        return [PoolState(pool.num_free, pool.num_cached, pool.num_held) for pool in self.pools]
+
     def submit(self, request: Request) -> Completion:
         """Queues a request.
 
         Returns:
-          Its completion, which later steps fill.
+          Its completion, which later steps fill; further answers (`Request.n`) are its `samples`.
 
         Raises:
           RequestError: the request can never be served; nothing is queued.
@@ -113,30 +157,57 @@ class Engine:
             raise RequestError(
                 f"the prompt has {len(request.prompt)} tokens; the longest that fits is "
                 f"{self.max_length} (the model takes {self._model.max_positions}, the cache "
-                f"{min(p.capacity for p in self.pools) * self.spec.page_size})"
+                f"{_capacity(self.spec)})"
             )
         if request.stop_strings and self._detokenizer is None:
             raise RequestError("stop strings need an engine with a detokenizer")
-        completion = Completion(self._next_id, len(request.prompt))
-        if request.prompt_logprobs:
-            completion.prompt_logprobs = np.full(len(request.prompt), np.nan, np.float32)
-        sequence = Sequence(
-            request=request,
-            completion=completion,
-            pages=SequencePages(self.pools, self.spec.page_size, self._max_pages),
-            max_tokens=min(len(request.prompt) + request.max_new_tokens, self.max_length),
-            tokens=list(request.prompt),
-            text=self._answer_text(request),
-            seen=self._seen(request),
-            submitted=time.perf_counter(),
-        )
-        self._sequences[completion.request_id] = sequence
-        self._next_id += 1
-        self._scheduler.add(sequence)
+        first = self._queue(request, array("i", request.prompt))
+        for i in range(1, request.n):
+            sampling = dataclasses.replace(
+                request.sampling, seed=(request.sampling.seed + i) % (1 << 32)
+            )
+            other = dataclasses.replace(request, sampling=sampling, n=1)
+            sample = self._queue(other, array("i", request.prompt), fork_of=first)
+            first.completion.samples.append(sample.completion)
+        return first.completion
+
+    def fork(self, request_id: int, *, last_token: int | None = None) -> Completion:
+        """Starts a further request that goes on from what another one has generated so far.
+
+        The two share pages up to there, and from then on have nothing to do with each other.
+
+        Args:
+          request_id: of an unfinished request.
+          last_token: in place of the token that was generated last.
+
+        Raises:
+          RequestError: no such request is unfinished, or it has no token to replace.
+        """
+        origin = self._unfinished(request_id)
+        sequence = self._queue(origin.request, array("i", origin.tokens), fork_of=origin)
+        completion = sequence.completion
+        completion.tokens = list(origin.completion.tokens)
+        completion.logprobs = list(origin.completion.logprobs)
+        if last_token is not None:
+            self.replace_last(completion.request_id, last_token)
         return completion
 
+    def replace_last(self, request_id: int, token: int) -> None:
+        """Puts another token in the place of the one that a request has generated last.
+
+        Raises:
+          RequestError: no such request is unfinished, or it has no token to replace.
+        """
+        sequence = self._unfinished(request_id)
+        if not sequence.completion.tokens:
+            raise RequestError(f"request {request_id} has generated nothing yet")
+        sequence.tokens[-1] = sequence.completion.tokens[-1] = token
+
     def abort(self, request_id: int) -> None:
-        """Ends a request in any state and frees its pages; one that has ended stays as it is."""
+        """Ends a request in any state; one that has ended stays as it is.
+
+        Its row is free at once, and what it computed stays cached.
+        """
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._finish(sequence, FinishReason.ABORT)
@@ -147,18 +218,41 @@ class Engine:
         Returns:
           What it added, an entry a request that got a token or ended; empty when idle.
         """
+        start = time.perf_counter()
         plan = self._scheduler.plan()
         if plan is None:
             return []
-        start = time.perf_counter()
         self.metrics.peak_kv_bytes = max(self.metrics.peak_kv_bytes, self.kv_bytes_held)
+        if plan.copies:
+            self._cache = self._functions.copy(self._cache, plan.copies, self.config.max_sequences)
         shape = self._shapes.fit(plan)
-        inputs = build_inputs(plan, shape)
-        sampling = self._sampling_inputs(plan, shape.num_sequences)
-        result, self._cache = self._functions.run(self._cache, inputs, sampling, shape)
-        deltas = self._book(plan, result)
-        self._count(plan, time.perf_counter() - start)
+        layout = StepLayout(
+            shape=shape,
+            num_groups=len(self.pools),
+            max_pages=self._tables.pages[0].shape[1],
+        )
+        for sequence in plan.started:
+            self._controls[sequence.row] = pack_controls(sequence.request.sampling)
+        buffer = build_buffer(plan, layout, self._tables, self._controls)
+        seen = self._seen_bits(plan, shape)
+        launched = time.perf_counter()
+        result, self._cache = self._functions.run(self._cache, buffer, seen, layout)
+        tokens = np.asarray(result.sampled.token).tolist()  # waits for the step
+        done = time.perf_counter()
+        deltas = self._book(plan, result, tokens)
+        end = time.perf_counter()
+        self.metrics.host_seconds += launched - start + end - done
+        self._count(plan, end - start)
         return deltas
+
+    def reset_cache(self) -> None:
+        """Forgets all cached prefixes, as after a change of the model's weights.
+
+        Raises:
+          ValueError: a request is unfinished, or a prefix is pinned; nothing is changed.
+        """
+        if self.index is not None:
+            self.index.reset()
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Delta]:
         """Serves requests together, yielding what each step adds to them.
@@ -206,9 +300,36 @@ class Engine:
             if parked is not None:
                 parked.append(delta)
 
-    @property
-    def _max_pages(self) -> int:
-        return -(-self.max_length // self.spec.page_size)
+    def _queue(self, request: Request, tokens: array, fork_of: Sequence | None = None) -> Sequence:
+        """Makes a sequence of a checked request and queues it."""
+        completion = Completion(self._next_id, len(request.prompt))
+        if request.prompt_logprobs:
+            completion.prompt_logprobs = np.full(len(request.prompt), np.nan, np.float32)
+        sequence = Sequence(
+            request=request,
+            completion=completion,
+            namespace=Namespace(
+                kv_format=self.config.kv_format,
+                adapter=request.adapter,
+                salt=request.cache_salt,
+            ),
+            max_tokens=min(len(request.prompt) + request.max_new_tokens, self.max_length),
+            tokens=tokens,
+            text=self._answer_text(request),
+            seen=self._seen(request, tokens),
+            submitted=time.perf_counter(),
+            fork_of=None if request.prompt_logprobs else fork_of,
+            fork_at=len(tokens) - 1,
+        )
+        self._sequences[completion.request_id] = sequence
+        self._next_id += 1
+        self._scheduler.add(sequence)
+        return sequence
+
+    def _unfinished(self, request_id: int) -> Sequence:
+        if request_id not in self._sequences:
+            raise RequestError(f"no request {request_id} is unfinished")
+        return self._sequences[request_id]
 
     def _submit_or_refuse(self, request: Request) -> Completion:
         try:
@@ -228,57 +349,58 @@ class Engine:
             return None
         return AnswerText(self._detokenizer(), request.stop_strings)
 
-    def _seen(self, request: Request) -> np.ndarray | None:
+    def _seen(self, request: Request, tokens: array) -> np.ndarray | None:
         if request.sampling.repetition_penalty == 1.0:
             return None
         seen = np.zeros(-(-self._model.vocab_size // 8), np.uint8)
-        mark_seen(seen, list(request.prompt))
+        mark_seen(seen, tokens.tolist())
         return seen
 
-    def _sampling_inputs(self, plan: StepPlan, num_rows: int) -> SamplingInputs:
-        sequences = [entry.sequence for entry in plan.entries]
-        return SamplingInputs.build(
-            [sequence.request.sampling for sequence in sequences],
-            positions=[len(sequence.tokens) for sequence in sequences],
-            seen=[sequence.seen for sequence in sequences],
-            want_top=any(sequence.request.logprobs for sequence in sequences),
-            num_rows=num_rows,
-            vocab_size=self._model.vocab_size,
-        )
+    def _seen_bits(self, plan: StepPlan, shape: StepShape) -> jax.Array | np.ndarray:
+        """`[B, ceil(V / 8)]` uint8, the tokens that each sequence has seen, where it matters."""
+        B, width = shape.num_sequences, -(-self._model.vocab_size // 8)
+        if all(sequence.seen is None for sequence in plan.sequences):
+            if B not in self._nothing_seen:
+                self._nothing_seen[B] = jnp.zeros((B, width), jnp.uint8)
+            return self._nothing_seen[B]
+        bits = np.zeros((B, width), np.uint8)
+        for row, sequence in enumerate(plan.sequences):
+            if sequence.seen is not None:
+                bits[row] = sequence.seen
+        return bits
 
-    def _book(self, plan: StepPlan, result: StepResult) -> list[Delta]:
+    def _book(self, plan: StepPlan, result: StepResult, tokens: list[int]) -> list[Delta]:
         """Applies a step's result to its sequences."""
         self._book_prompt_logprobs(plan, result)
-        tokens = np.asarray(result.sampled.token)  # waits for the step
+        self._scheduler.advance(plan)
+        sampled = result.sampled
+        if any(sequence.request.logprobs is not None for sequence in plan.sequences):
+            sampled = jax.device_get(sampled)
         deltas = []
-        for row, entry in enumerate(plan.entries):
-            sequence = entry.sequence
-            completes = entry.completes
-            sequence.num_computed += entry.num_tokens
-            if not completes:
+        for row, sequence in enumerate(plan.sequences):
+            if sequence.num_uncomputed:
                 continue
             if len(sequence.tokens) >= sequence.max_tokens:  # nothing was asked for, or fits
                 self._finish(sequence, FinishReason.LENGTH)
                 deltas.append(Delta(sequence.completion, (), ""))
                 continue
-            self._book_token(sequence, row, int(tokens[row]), result)
-            deltas.append(self._settle(sequence, int(tokens[row])))
+            self._book_token(sequence, row, tokens[row], sampled)
+            if sequence.request.keep_logits:
+                sequence.completion.logits.append(np.array(result.logits[row]))
+            deltas.append(self._settle(sequence, tokens[row]))
         return deltas
 
-    def _book_token(self, sequence: Sequence, row: int, token: int, result: StepResult) -> None:
-        completion, request = sequence.completion, sequence.request
+    def _book_token(self, sequence: Sequence, row: int, token: int, sampled: Sampled) -> None:
+        completion, n = sequence.completion, sequence.request.logprobs
         if completion.first_token_seconds is None:
             completion.first_token_seconds = time.perf_counter() - sequence.submitted
         sequence.append(token)
         self.metrics.generated_tokens += 1
-        if request.logprobs is not None:
-            sampled, n = result.sampled, request.logprobs
-            top_tokens = np.asarray(sampled.top_tokens[row, :n]).tolist()
-            top_logprobs = np.asarray(sampled.top_logprobs[row, :n]).tolist()
+        if n is not None:
+            top_tokens = sampled.top_tokens[row, :n].tolist()
+            top_logprobs = sampled.top_logprobs[row, :n].tolist()
             top = tuple(zip(top_tokens, top_logprobs, strict=True))
             completion.logprobs.append(TokenLogprob(token, float(sampled.logprob[row]), top))
-        if request.keep_logits:
-            completion.logits.append(np.array(result.logits[row]))
 
     def _settle(self, sequence: Sequence, token: int) -> Delta:
         """Adds a token's text, and ends the sequence where it must."""
@@ -301,14 +423,14 @@ class Engine:
         targets = np.zeros(result.hidden.shape[0], np.int32)
         spans = []
         row = 0
-        for entry in plan.entries:
-            first = entry.sequence.num_computed + 1  # position of the first target
-            labels = entry.sequence.request.prompt[first : first + entry.num_tokens]
-            stored = entry.sequence.completion.prompt_logprobs
+        for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
+            first = sequence.num_computed + 1  # position of the first target
+            labels = sequence.request.prompt[first : first + num_tokens]
+            stored = sequence.completion.prompt_logprobs
             if stored is not None and labels:
                 targets[row : row + len(labels)] = labels
                 spans.append((stored[first : first + len(labels)], row))
-            row += entry.num_tokens
+            row += num_tokens
         if not spans:
             return
         logprobs = self._functions.prompt_logprobs(result.hidden, targets)
@@ -316,35 +438,64 @@ class Engine:
             span[:] = logprobs[row : row + len(span)]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """The one place where a request ends and its pages go back."""
+        """The one place where a request ends."""
         sequence.completion.finish_reason = reason
+        sequence.completion.seconds = time.perf_counter() - sequence.submitted
         self._scheduler.remove(sequence)
         del self._sequences[sequence.completion.request_id]
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
         metrics = self.metrics
-        is_prefill = any(entry.num_tokens > 1 for entry in plan.entries)
-        metrics.add_step(plan.num_tokens, seconds, is_prefill=is_prefill)
+        is_prefill = plan.total_tokens > len(plan.sequences)
+        metrics.add_step(plan.total_tokens, seconds, is_prefill=is_prefill)
+        for sequence in plan.started:
+            if not sequence.was_preempted:
+                metrics.prompt_tokens += len(sequence.tokens)
+                metrics.cached_tokens += sequence.completion.cached_tokens
+        metrics.copied_pages += len(plan.copies)
         metrics.num_preemptions = self._scheduler.num_preemptions
         metrics.step_shapes = len(self._functions.shapes)
+        if self.index is not None:
+            metrics.evicted_pages = self.index.counters.evicted_pages
+
+
+def _capacity(spec: CacheSpec) -> int:
+    """Tokens of the longest sequence that the cache can hold."""
+    full = [n for n, group in zip(spec.num_pages, spec.groups, strict=True) if not group.window]
+    return (min(full or spec.num_pages) - 1) * spec.page_size
+
+
+def _longest(model: DecodeModel, config: EngineConfig, spec: CacheSpec) -> int:
+    """Longest sequence, prompt and answer, that an engine takes."""
+    return min(config.max_length or model.max_positions, model.max_positions, _capacity(spec))
 
 
 def _cache_spec(model: DecodeModel, config: EngineConfig) -> CacheSpec:
-    """Sizes the cache: see `EngineConfig.pool_tokens`."""
-    kv_format = get_format(config.kv_format)
-    bytes_per_token = sum(
-        kv_format.bytes_per_token(layer.kv_heads, layer.head_dim) for layer in model.layers
-    )
-    tokens = config.pool_tokens
-    if tokens is None:
-        longest = min(config.max_length or model.max_positions, model.max_positions)
-        whole_pages = -(-longest // config.page_size) * config.page_size
-        tokens = min(config.max_sequences * whole_pages, config.pool_bytes // bytes_per_token)
-    num_pages = max(1, -(-tokens // config.page_size)) + 1  # and the null page
-    return CacheSpec(
-        layers=model.layers,
-        page_size=config.page_size,
-        num_pages=(num_pages,) * len(group_layers(model.layers)),
-        format=kv_format,
-        layout=preferred_layout(),
-    )
+    """Sizes the cache: see `EngineConfig.pool_tokens`.
+
+    A sliding group has pages for twice what the windows and chunks of all sequences take: the rest
+    is for windows that later requests go on from.
+    """
+    P, kv_format = config.page_size, get_format(config.kv_format)
+
+    def most_pages(window: int | None) -> int | float:
+        if window is None:
+            return math.inf
+        return 2 * config.max_sequences * (-(-(window + config.token_budget) // P) + 1)
+
+    def spec(num_pages: int) -> CacheSpec:
+        """With so many pages for the tokens of a full group, the null page not among them."""
+        windows = [group.window for group in group_layers(model.layers)]
+        return CacheSpec(
+            layers=model.layers,
+            page_size=P,
+            num_pages=tuple(int(min(num_pages, most_pages(w))) + 1 for w in windows),
+            format=kv_format,
+            layout=preferred_layout(),
+        )
+
+    if config.pool_tokens is not None:
+        return spec(-(-config.pool_tokens // P))
+    longest = min(config.max_length or model.max_positions, model.max_positions)
+    sizes = range(1, config.max_sequences * -(-longest // P) + 1)
+    return spec(max(1, bisect_right(sizes, config.pool_bytes, key=lambda n: spec(n).nbytes)))

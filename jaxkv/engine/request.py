@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import UnionType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 256
 
 
 class RequestError(ValueError):
@@ -93,8 +94,14 @@ class Request:
       stop_ids: tokens that end the answer; the answer holds them, its text does not.
       stop_strings: texts that end the answer, which is cut before the first of them.
       logprobs: None, or how many most likely tokens are reported with each generated one.
-      prompt_logprobs: report the log-probability of each prompt token too.
+      prompt_logprobs: report the log-probability of each prompt token too; the prompt is computed
+        whole then, whatever is cached of it.
       keep_logits: keep the whole logits row of each generated token (V floats each).
+      n: answers to draw; the i-th has seed `sampling.seed + i`. The prompt is computed once.
+      priority: requests of a higher one go first and stay longest, where the engine schedules by
+        priority or pages run out.
+      adapter: name and version of the weights' adapter; prefixes are shared within one alone.
+      cache_salt: prefixes are shared with requests of the same salt alone.
     """
 
     prompt: tuple[int, ...]
@@ -105,6 +112,10 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     keep_logits: bool = False
+    n: int = 1
+    priority: int = 0
+    adapter: tuple[str, int] | None = None
+    cache_salt: str | None = None
 
     def check(self, vocab_size: int) -> None:
         """Raises RequestError where the request has no meaning for a model of V tokens."""
@@ -113,6 +124,9 @@ class Request:
             _check_type("a token id", token, int)
         _check_type("max_new_tokens", self.max_new_tokens, int)
         _check_type("stop_strings", self.stop_strings, tuple)
+        _check_type("n", self.n, int)
+        _check_type("priority", self.priority, int)
+        _check_type("cache_salt", self.cache_salt, str | None)
         if not self.prompt:
             raise RequestError("the prompt is empty: at least one token is needed")
         for token in (*self.prompt, *self.stop_ids):
@@ -120,6 +134,8 @@ class Request:
                 raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size}")
         if self.max_new_tokens < 0:
             raise RequestError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise RequestError(f"n must be 1 to {MAX_SAMPLES}, got {self.n}")
         if "" in self.stop_strings:
             raise RequestError("a stop string is empty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
@@ -165,7 +181,12 @@ class Completion:
       prompt_logprobs: `[prompt_tokens]` float32, NaN at 0; None unless asked for.
       logits: `[V]` float32 of each token, where the request asked for them.
       error: why the request was refused.
+      queue_seconds: from submission to the first step; None before it.
       first_token_seconds: from submission to the first token; None before it.
+      seconds: from submission to the end; None before it.
+      cached_tokens: tokens that were cached when the request started.
+      computed_tokens: tokens that steps computed for it, those computed again included.
+      samples: the further answers, where the request asked for more than one.
     """
 
     request_id: int
@@ -177,11 +198,15 @@ class Completion:
     prompt_logprobs: np.ndarray | None = None
     logits: list[np.ndarray] = field(default_factory=list)
     error: str | None = None
+    queue_seconds: float | None = None
     first_token_seconds: float | None = None
+    seconds: float | None = None
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    samples: list["Completion"] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What one step added to a request.
 
     Attributes:

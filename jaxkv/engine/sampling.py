@@ -4,7 +4,6 @@ Pure functions. What no row of a batch asks for is skipped at run time, so that 
 serves greedy and sampled requests alike.
 """
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import jax
@@ -39,41 +38,28 @@ class SamplingInputs:
     want_top: jax.Array
 
     @classmethod
-    def build(
-        cls,
-        params: Seq[SamplingParams],
-        *,
-        positions: Seq[int],
-        seen: Seq[np.ndarray | None],
-        want_top: bool,
-        num_rows: int,
-        vocab_size: int,
-    ) -> "SamplingInputs":
-        """Device arrays of `num_rows` rows; rows past `params` are greedy padding."""
-        padding = [SamplingParams()] * (num_rows - len(params))
-        rows = [*params, *padding]
+    def unpack(cls, controls: jax.Array, seen: jax.Array, want_top: jax.Array) -> "SamplingInputs":
+        """From rows `[R, NUM_CONTROLS]` int32, as `pack_controls` makes them."""
+        columns = dict(zip(_CONTROLS, controls.T, strict=True))
+        for name in _FLOATS:
+            columns[name] = jax.lax.bitcast_convert_type(columns[name], jnp.float32)
+        columns["seed"] = jax.lax.bitcast_convert_type(columns["seed"], jnp.uint32)
+        return cls(**columns, seen=seen, want_top=want_top)
 
-        def column(name: str, dtype: type[np.generic]) -> np.ndarray:
-            return np.array([getattr(row, name) for row in rows], dtype)
 
-        top_k = [min(row.top_k, vocab_size) for row in rows]  # any size, and int32 here
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_CONTROLS = (*_FLOATS, "top_k", "seed", "position")
+NUM_CONTROLS = len(_CONTROLS)
+POSITION = _CONTROLS.index("position")
 
-        bits = np.zeros((num_rows, -(-vocab_size // 8)), np.uint8)
-        for row, mask in enumerate(seen):
-            if mask is not None:
-                bits[row] = mask
-        host = {
-            "temperature": column("temperature", np.float32),
-            "top_k": np.array(top_k, np.int32),
-            "top_p": column("top_p", np.float32),
-            "min_p": column("min_p", np.float32),
-            "repetition_penalty": column("repetition_penalty", np.float32),
-            "seed": column("seed", np.uint32),
-            "position": np.array([*positions, *[0] * len(padding)], np.int32),
-            "seen": bits,
-            "want_top": np.bool_(want_top),
-        }
-        return cls(**jax.device_put(host))
+
+def pack_controls(params: SamplingParams) -> np.ndarray:
+    """Sampling parameters as `[NUM_CONTROLS]` int32, floats and seed by their bits; position 0."""
+    floats = np.array([getattr(params, name) for name in _FLOATS], np.float32)
+    top_k = min(params.top_k, np.iinfo(np.int32).max)
+    seed = np.array([params.seed], np.uint32)
+    packed = [*floats.view(np.int32), top_k, *seed.view(np.int32), 0]
+    return np.array(packed, np.int32)
 
 
 @jax.tree_util.register_dataclass

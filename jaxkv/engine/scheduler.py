@@ -1,111 +1,298 @@
 """Which tokens of which sequences the next step computes: pure host logic, no arrays of K or V.
 
-First come, first served, under a budget of tokens a step. Sequences that decode go first, one
-token each; what is left of the budget goes to prompts, in chunks. Where the pages run out, the
-sequence that came last gives up all of its own and starts again later (preemption by recompute).
+Under a budget of tokens a step, sequences that decode go first, one token each; what is left goes
+to prompts, in chunks: those under way, then waiting ones, in the order of the queue (`waiting`),
+from behind what the prefix index has of them. A sequence whose next tokens another one is about to
+compute waits for it, and finds them cached. Where the pages run out, the sequence that counts least
+gives up its row and starts again later, from what is then still cached of it.
 """
 
-from collections import deque
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxkv.engine.sequence import Sequence
-from jaxkv.prefix import OutOfPages
+from jaxkv.engine.waiting import WaitingQueue
+from jaxkv.prefix import OutOfPages, PageTables, PrefixIndex, common_length
 
 
 @dataclass(frozen=True)
-class Scheduled:
-    """A sequence's share of a step: its next `num_tokens` uncomputed tokens."""
+class PageCopy:
+    """A page to copy before a step writes any: page ids of one layer group."""
 
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def completes(self) -> bool:
-        """No uncomputed token is left after the step, so that it yields the next token."""
-        return self.num_tokens == self.sequence.num_uncomputed
+    group: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes, in batch order; every sequence has pages for its share."""
+    """What one step computes, in batch order; every sequence has pages for its share.
 
-    entries: tuple[Scheduled, ...]
+    Attributes:
+      sequences: whose tokens.
+      num_tokens: of each sequence, how many of its uncomputed tokens.
+      started: those of them that have a row since this plan.
+      copies: pages to copy first; reads come before writes.
+    """
+
+    sequences: tuple[Sequence, ...]
+    num_tokens: tuple[int, ...]
+    started: tuple[Sequence, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
 
     @property
-    def num_tokens(self) -> int:
+    def rows(self) -> NDArray[np.intp]:
+        """The sequences' rows in the page tables."""
+        return np.array([sequence.row for sequence in self.sequences], np.intp)
+
+    @property
+    def total_tokens(self) -> int:
         """Query tokens of the step."""
-        return sum(entry.num_tokens for entry in self.entries)
+        return sum(self.num_tokens)
 
 
 class Scheduler:
     """Queues of sequences, and the choice of each step.
 
     Attributes:
-      waiting: not started, or preempted; the head goes first.
-      running: hold pages, in order of arrival.
-      num_preemptions: how often a sequence gave up its pages.
+      waiting: not started, or preempted.
+      running: have a row, in order of admission.
+      num_preemptions: how often a sequence gave up its row.
     """
 
-    def __init__(self, max_sequences: int, token_budget: int):
+    def __init__(
+        self,
+        tables: PageTables,
+        index: PrefixIndex | None,
+        *,
+        max_sequences: int,
+        token_budget: int,
+        scheduling: str = "lpm",
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._tables = tables
+        self._index = index
         self._max_sequences = max_sequences
         self._token_budget = token_budget
-        self.waiting: deque[Sequence] = deque()
+        self._clock = clock
+        self.waiting = WaitingQueue(scheduling, self._cached_tokens)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._cached: dict[Sequence, tuple[int, int]] = {}  # version of the index, tokens
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, whatever its state, and releases its pages; idempotent."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-        sequence.pages.release()
+        """Takes a sequence out, whatever its state; what it computed stays cached."""
+        self.waiting.remove(sequence)
+        self._cached.pop(sequence, None)
+        if sequence.row is not None:
+            self._stop(sequence)
 
     def plan(self) -> StepPlan | None:
-        """Chooses the next step, acquiring pages for it; None when nothing is queued."""
-        entries: list[Scheduled] = []
-        budget = self._token_budget
-        decode_first = sorted(self.running, key=lambda sequence: sequence.num_uncomputed > 1)
-        for sequence in decode_first:
-            if sequence not in self.running:  # preempted for the sake of an earlier one
-                continue
-            num_tokens = min(sequence.num_uncomputed, budget)
-            if num_tokens == 0 or not self._make_room(sequence, num_tokens, entries):
-                continue
-            entries.append(Scheduled(sequence, num_tokens))
-            budget -= num_tokens
-        while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
-            sequence = self.waiting[0]
-            num_tokens = min(sequence.num_uncomputed, budget)
-            try:
-                sequence.pages.grow(num_tokens)
-            except OutOfPages:
-                break
-            self.running.append(self.waiting.popleft())
-            entries.append(Scheduled(sequence, num_tokens))
-            budget -= num_tokens
-        return StepPlan(tuple(entries)) if entries else None
+        """Chooses the next step, taking pages for it; None when there is nothing to compute."""
+        draft = _Draft(self._token_budget)
+        num_preemptions = self.num_preemptions
+        self._add_decoding(draft)
+        for sequence in [s for s in self.running if not s.is_decoding]:
+            if sequence.row is not None and draft.budget:
+                self._add_running(sequence, min(sequence.num_uncomputed, draft.budget), draft)
+        if self.num_preemptions == num_preemptions:  # whoever had to go would only come back
+            self._admit(draft)
+        return self._finished(draft)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, entries: list[Scheduled]) -> bool:
-        """Grows a running sequence, preempting those that came last; False where it went itself."""
-        while True:
-            try:
-                sequence.pages.grow(sequence.num_computed + num_tokens)
-                return True
-            except OutOfPages:
-                last = self.running[-1]
-                self._preempt(last)
-                entries[:] = [entry for entry in entries if entry.sequence is not last]
-                if last is sequence:
-                    return False
+    def advance(self, plan: StepPlan) -> None:
+        """Books a step that has run: its tokens are computed, and prompts' pages are known."""
+        for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
+            was_prompt = sequence.num_computed < sequence.num_prompt
+            sequence.num_computed += num_tokens
+            sequence.completion.computed_tokens += num_tokens
+            if was_prompt:
+                done = sequence.num_computed
+                # The last page of a prompt too: who reads it does not read what comes behind.
+                whole = done if done >= sequence.num_prompt else done - done % self._page_size
+                self._publish(sequence, whole)
+        if self._tables.slides:
+            self._tables.trim(plan.rows, np.array([s.num_computed for s in plan.sequences]))
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        sequence.pages.release()
-        sequence.num_computed = 0
-        self.waiting.appendleft(sequence)
+    @property
+    def _page_size(self) -> int:
+        return self._tables.page_size
+
+    def _add_decoding(self, draft: "_Draft") -> None:
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
+        decoding = decoding[: draft.budget]
+        if not decoding:
+            return
+        draft.shares = dict.fromkeys(decoding, 1)
+        draft.budget -= len(decoding)
+        rows = np.array([sequence.row for sequence in decoding])
+        lengths = np.array([len(sequence.tokens) for sequence in decoding])
+        for place in self._tables.lacking(rows, lengths).tolist():
+            sequence = decoding[place]
+            if sequence.row is not None:  # not preempted for the sake of an earlier one
+                self._make_room(sequence, len(sequence.tokens), draft)
+
+    def _add_running(self, sequence: Sequence, num_tokens: int, draft: "_Draft") -> None:
+        draft.add(sequence, num_tokens)
+        self._make_room(sequence, sequence.num_computed + num_tokens, draft)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, draft: "_Draft") -> None:
+        """Grows a running sequence, preempting those that count less, or itself."""
+        while sequence.row is not None:
+            try:
+                self._tables.grow(sequence.row, num_tokens)
+                return
+            except OutOfPages:
+                least = min(
+                    enumerate(self.running), key=lambda pair: (pair[1].request.priority, -pair[0])
+                )
+                self._preempt(least[1], draft)
+
+    def _preempt(self, sequence: Sequence, draft: "_Draft") -> None:
+        draft.drop(sequence)
+        self._stop(sequence)
+        self.waiting.put_back(sequence)
         self.num_preemptions += 1
+
+    def _admit(self, draft: "_Draft") -> None:
+        if not self.waiting or len(self.running) >= self._max_sequences:
+            return
+        for sequence in self.waiting.in_order():
+            if not draft.budget or len(self.running) >= self._max_sequences:
+                return
+            if not self._must_wait(sequence) and not self._start(sequence, draft):
+                return
+
+    def _start(self, sequence: Sequence, draft: "_Draft") -> bool:
+        """Gives a waiting sequence a row and its share of the step; False where pages lack."""
+        self._fill_row(sequence)
+        assert sequence.row is not None
+        num_tokens = min(sequence.num_uncomputed, draft.budget)
+        try:
+            self._tables.grow(sequence.row, sequence.num_computed + num_tokens)
+        except OutOfPages:
+            self._tables.close(sequence.row)
+            sequence.row, sequence.num_computed, sequence.sources = None, 0, ()
+            return False
+        self.waiting.admit(sequence)
+        self._cached.pop(sequence, None)
+        sequence.fork_of = None
+        if sequence.completion.queue_seconds is None:
+            sequence.completion.queue_seconds = self._clock() - sequence.submitted
+            sequence.completion.cached_tokens = sequence.num_computed
+        self.running.append(sequence)
+        draft.started.append(sequence)
+        draft.add(sequence, num_tokens)
+        return True
+
+    def _fill_row(self, sequence: Sequence) -> None:
+        """Opens a row with as much of a sequence as is computed already, but for its last token."""
+        tables, parent, most = self._tables, sequence.fork_of, len(sequence.tokens) - 1
+        if parent is not None and parent.row is not None:
+            at = min(sequence.fork_at, most)
+            if tables.can_fork(parent.row, at):
+                sequence.row, sequence.sources = tables.fork(parent.row, at)
+                sequence.num_computed = at
+                return
+        sequence.row = tables.open()
+        if sequence.reads_cache:
+            sequence.num_computed, sequence.sources = tables.match(
+                sequence.row,
+                sequence.packed(most),
+                sequence.namespace,
+                priority=sequence.request.priority,
+            )
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to compute what this one could share."""
+        parent = sequence.fork_of
+        if parent is not None and not parent.is_finished:
+            if parent.row is None and not parent.was_preempted:
+                return True
+            if parent.row is not None and parent.num_computed < sequence.fork_at:
+                return True
+        if self._index is None or not sequence.reads_cache:
+            return False
+        most = len(sequence.tokens) - 1
+        packed, cached = sequence.packed(most), self._cached_tokens(sequence)
+        for other in self.running:
+            if other.num_computed >= other.num_prompt or other.namespace != sequence.namespace:
+                continue
+            limit = min(most, other.num_prompt)
+            common = common_length(other.packed(limit), packed, 0, most)
+            if common >= cached + self._page_size and other.num_computed < common:
+                return True
+        return False
+
+    def _cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that are cached; looked up again when the index changes."""
+        if self._index is None or not sequence.reads_cache:
+            return 0
+        counters = self._index.counters
+        version = counters.stored_pages + counters.evicted_pages
+        known = self._cached.get(sequence)
+        if known is None or known[0] != version:
+            packed = sequence.packed(len(sequence.tokens) - 1)
+            known = version, self._index.probe(packed, sequence.namespace)
+            self._cached[sequence] = known
+        return known[1]
+
+    def _publish(self, sequence: Sequence, num_tokens: int) -> None:
+        assert sequence.row is not None
+        self._tables.publish(
+            sequence.row,
+            sequence.packed(num_tokens),
+            sequence.namespace,
+            priority=sequence.request.priority,
+        )
+
+    def _stop(self, sequence: Sequence) -> None:
+        """The one place where a row is given back; what it holds becomes known first."""
+        assert sequence.row is not None
+        self.running.remove(sequence)
+        self._publish(sequence, sequence.num_computed)
+        self._tables.close(sequence.row)
+        sequence.row, sequence.num_computed, sequence.sources = None, 0, ()
+
+    def _finished(self, draft: "_Draft") -> StepPlan | None:
+        if not draft.shares:
+            return None
+        copies = []
+        for sequence in draft.shares:
+            place = sequence.num_computed // self._page_size
+            for group, source in enumerate(sequence.sources):
+                if source:
+                    target = int(self._tables.pages[group][sequence.row, place])
+                    copies.append(PageCopy(group, source, target))
+            sequence.sources = ()
+        return StepPlan(
+            sequences=tuple(draft.shares),
+            num_tokens=tuple(draft.shares.values()),
+            started=tuple(draft.started),
+            copies=tuple(copies),
+        )
+
+
+@dataclass
+class _Draft:
+    """A plan in the making: the tokens left, and each sequence's share."""
+
+    budget: int
+
+    def __post_init__(self) -> None:
+        self.shares: dict[Sequence, int] = {}
+        self.started: list[Sequence] = []
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        self.shares[sequence] = num_tokens
+        self.budget -= num_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        self.budget += self.shares.pop(sequence, 0)

@@ -1,42 +1,55 @@
 """A request on its way through the engine."""
 
-from dataclasses import dataclass, field
+from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxkv.engine.request import Completion, FinishReason, Request
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.prefix import SequencePages
+from jaxkv.prefix import Namespace
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
-    """A request, its tokens, and the pages that hold the computed ones.
+    """A request, its tokens, and the row of the page tables that holds the computed ones.
 
-    Tokens `[0, num_computed)` have K and V in the pages; the rest are still to be computed. A
-    sequence is decoding when exactly one is left.
+    Tokens `[0, num_computed)` have K and V in pages; the rest are still to be computed. A sequence
+    is decoding when exactly one is left, and it is running while it has a row.
 
     Attributes:
       request: what was asked.
       completion: what the user sees.
-      pages: the pages it holds.
+      namespace: who may share its pages.
       max_tokens: longest it may grow, prompt and answer.
-      tokens: prompt and generated tokens.
-      num_computed: tokens with K and V in the pages.
+      tokens: prompt and generated tokens, int32.
       text: its answer as text; None where the engine has no detokenizer.
       seen: `[ceil(V / 8)]` uint8, bit set of its tokens, where a penalty asks for it.
       submitted: clock at submission, seconds.
+      fork_of: a sequence that begins with the same `fork_at` tokens, to share pages with once
+        they are computed; None where there is none.
+      row: of the page tables; None while it waits.
+      num_computed: tokens with K and V in the row's pages.
+      sources: in each group the page to copy onto the row's next one, before the next step.
+      was_preempted: it had to give its row up, and goes before those that have not started.
+      arrival: see `WaitingQueue`.
     """
 
     request: Request
     completion: Completion
-    pages: SequencePages
+    namespace: Namespace
     max_tokens: int
-    tokens: list[int]
+    tokens: array
     text: AnswerText | None
     seen: np.ndarray | None
     submitted: float
-    num_computed: int = field(default=0)
+    fork_of: "Sequence | None" = None
+    fork_at: int = 0
+    row: int | None = None
+    num_computed: int = 0
+    sources: tuple[int, ...] = ()
+    was_preempted: bool = False
+    arrival: int = 0
 
     @property
     def num_uncomputed(self) -> int:
@@ -44,9 +57,28 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
-    def finished(self) -> bool:
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return self.completion.prompt_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """One token is left to compute, the last one."""
+        return self.num_computed + 1 == len(self.tokens)
+
+    @property
+    def is_finished(self) -> bool:
         """Nothing is left to do."""
         return self.completion.finish_reason is not None
+
+    @property
+    def reads_cache(self) -> bool:
+        """It may start from cached pages; not where each prompt token's logits are wanted."""
+        return not self.request.prompt_logprobs
+
+    def packed(self, num_tokens: int) -> bytes:
+        """The first `num_tokens` tokens as the prefix index takes them."""
+        return self.tokens[:num_tokens].tobytes()
 
     def append(self, token: int) -> None:
         """Adds a generated token, not yet computed."""
@@ -57,7 +89,7 @@ class Sequence:
 
     def stop_reason(self) -> FinishReason | None:
         """Why no token may follow the last one, or None."""
-        if self.completion.tokens and self.completion.tokens[-1] in self.request.stop_ids:
+        if self.tokens[-1] in self.request.stop_ids and self.completion.tokens:
             return FinishReason.STOP
         if self.text is not None and self.text.stopped:
             return FinishReason.STOP

@@ -11,7 +11,10 @@ bits depend on that row alone, where the products have so many rows; programs of
 differ, since XLA sums a norm's squares in an order that it picks for each.
 """
 
+import math
+from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.attention import AttentionBackend, StepInputs
-from jaxkv.cache import KVCache
+from jaxkv.cache import KVCache, copy_pages
 from jaxkv.engine.model import DecodeModel
-from jaxkv.engine.sampling import Sampled, SamplingInputs, sample
-from jaxkv.engine.scheduler import StepPlan
+from jaxkv.engine.sampling import (
+    NUM_CONTROLS,
+    POSITION,
+    Sampled,
+    SamplingInputs,
+    sample,
+)
+from jaxkv.engine.scheduler import PageCopy, StepPlan
+from jaxkv.prefix import PageTables
 
 DETERMINISTIC_ROWS = 64
 MIN_MIXED_TOKENS = 64
@@ -88,11 +98,12 @@ class ShapeTable:
 
     def fit(self, plan: StepPlan) -> StepShape:
         """The smallest shape that holds a plan."""
-        if self.decode and all(entry.num_tokens == 1 for entry in plan.entries):
-            size = next(size for size in self.decode if size >= len(plan.entries))
+        num_sequences, num_tokens = len(plan.sequences), plan.total_tokens
+        if self.decode and num_tokens == num_sequences:
+            size = next(size for size in self.decode if size >= num_sequences)
             return StepShape(num_tokens=size, num_sequences=size, query_tile=1)
         return StepShape(
-            num_tokens=next(size for size in self.mixed if size >= plan.num_tokens),
+            num_tokens=next(size for size in self.mixed if size >= num_tokens),
             num_sequences=self.max_sequences,
             query_tile=MIXED_QUERY_TILE,
         )
@@ -101,31 +112,85 @@ class ShapeTable:
         return len(self.decode) + len(self.mixed)
 
 
-def build_inputs(plan: StepPlan, shape: StepShape) -> StepInputs:
-    """A plan's arrays on the device, padded to a shape."""
-    B, T = shape.num_sequences, shape.num_tokens
-    tokens = np.zeros(T, np.int32)
-    kv_lens = np.zeros(B, np.int32)
-    query_starts = np.zeros(B + 1, np.int32)
-    rows = [entry.sequence.pages.rows for entry in plan.entries]
-    tables = tuple(np.zeros((B, len(row)), np.int32) for row in rows[0])
-    start = 0
-    for b, entry in enumerate(plan.entries):
-        sequence = entry.sequence
-        end = sequence.num_computed + entry.num_tokens
-        tokens[start : start + entry.num_tokens] = sequence.tokens[sequence.num_computed : end]
-        start += entry.num_tokens
-        kv_lens[b], query_starts[b + 1] = end, start
-        for table, row in zip(tables, rows[b], strict=True):
-            table[b] = row
-    query_starts[len(plan.entries) + 1 :] = start
-    host = {
-        "tokens": tokens,
-        "kv_lens": kv_lens,
-        "query_starts": query_starts,
-        "page_tables": tables,
-    }
-    return StepInputs(**jax.device_put(host))
+@dataclass(frozen=True, kw_only=True)
+class StepLayout:
+    """Where a step's host arrays stand in one int32 buffer, so that they cross over as one.
+
+    Attributes:
+      shape: of the step.
+      num_groups: layer groups.
+      max_pages: M.
+    """
+
+    shape: StepShape
+    num_groups: int
+    max_pages: int
+
+    @property
+    def size(self) -> int:
+        """Entries of the buffer."""
+        T, B = self.shape.num_tokens, self.shape.num_sequences
+        return T + B + (B + 1) + B * NUM_CONTROLS + 1 + self.num_groups * B * self.max_pages
+
+    def split(self, buffer: Any) -> dict[str, Any]:
+        """The parts of a buffer `[size]`, views or traced slices.
+
+        Returns:
+          tokens `[T]`, kv_lens `[B]`, query_starts `[B + 1]`, controls `[B, NUM_CONTROLS]` of
+          sampling, want_top `[1]`, page_tables `[num_groups, B, M]`.
+        """
+        T, B = self.shape.num_tokens, self.shape.num_sequences
+        shapes = {
+            "tokens": (T,),
+            "kv_lens": (B,),
+            "query_starts": (B + 1,),
+            "controls": (B, NUM_CONTROLS),
+            "want_top": (1,),
+            "page_tables": (self.num_groups, B, self.max_pages),
+        }
+        parts, start = {}, 0
+        for name, shape in shapes.items():
+            end = start + math.prod(shape)
+            parts[name] = buffer[start:end].reshape(shape)
+            start = end
+        return parts
+
+
+def build_buffer(
+    plan: StepPlan, layout: StepLayout, tables: PageTables, controls: np.ndarray
+) -> np.ndarray:
+    """A plan's arrays, padded to a layout.
+
+    Args:
+      plan: the plan.
+      layout: of the buffer.
+      tables: the rows of its sequences.
+      controls: `[R + 1, NUM_CONTROLS]` int32, sampling parameters of each row, and of padding.
+
+    Returns:
+      `[layout.size]` int32.
+    """
+    buffer = np.zeros(layout.size, np.int32)
+    parts = layout.split(buffer)
+    n = len(plan.sequences)
+    tokens, ends, lengths = array("i"), [], []
+    for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
+        end = sequence.num_computed + num_tokens
+        tokens += sequence.tokens[sequence.num_computed : end]
+        ends.append(len(tokens))
+        lengths.append(end)
+    rows = plan.rows
+    parts["tokens"][: len(tokens)] = tokens
+    parts["kv_lens"][:n] = lengths
+    parts["query_starts"][1 : n + 1] = ends
+    parts["query_starts"][n + 1 :] = len(tokens)
+    parts["controls"][:n] = controls[rows]
+    parts["controls"][:n, POSITION] = [len(sequence.tokens) for sequence in plan.sequences]
+    parts["controls"][n:] = controls[-1]
+    parts["want_top"][0] = any(s.request.logprobs is not None for s in plan.sequences)
+    for part, table in zip(parts["page_tables"], tables.pages, strict=True):
+        part[:n] = table[rows]
+    return buffer
 
 
 @dataclass(frozen=True)
@@ -144,25 +209,34 @@ class StepResult:
 
 
 class StepFunctions:
-    """The compiled functions of one model: `run` and `prompt_logprobs`."""
+    """The compiled functions of one model: `run`, `copy` and `prompt_logprobs`."""
 
     def __init__(self, model: DecodeModel, *, backend: str | None, deterministic: bool):
         min_rows = DETERMINISTIC_ROWS if deterministic else 1
 
         def step(
-            params: Any,
-            cache: KVCache,
-            inputs: StepInputs,
-            sampling: SamplingInputs,
-            query_tile: int,
+            params: Any, cache: KVCache, buffer: jax.Array, seen: jax.Array, layout: StepLayout
         ) -> tuple[tuple[Sampled, jax.Array, jax.Array], KVCache]:
-            attention = AttentionBackend(name=backend, query_tile=query_tile)
+            parts = layout.split(buffer)
+            inputs = StepInputs(
+                tokens=parts["tokens"],
+                kv_lens=parts["kv_lens"],
+                query_starts=parts["query_starts"],
+                page_tables=tuple(parts["page_tables"]),
+            )
+            sampling = SamplingInputs.unpack(parts["controls"], seen, parts["want_top"][0] != 0)
+            attention = AttentionBackend(name=backend, query_tile=layout.shape.query_tile)
             hidden, cache = model.forward(params, cache, inputs, attention)
             B = inputs.kv_lens.shape[0]
             last = jnp.maximum(inputs.query_starts[1:] - 1, 0)
             rows = jnp.pad(last, (0, max(0, min_rows - B)))
             logits = model.logits(params, hidden[rows])[:B]
             return (sample(logits, sampling), logits, hidden), cache
+
+        def copy(cache: KVCache, copies: jax.Array) -> KVCache:
+            for group in range(len(cache.windows)):
+                cache = copy_pages(cache, group, copies[group, 0], copies[group, 1])
+            return cache
 
         def prompt_logprobs(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
             # In blocks: the logits of a whole chunk would be larger than the model.
@@ -181,20 +255,41 @@ class StepFunctions:
 
         self._params = model.params
         self._step: Callable[..., Any] = jax.jit(
-            step, donate_argnames="cache", static_argnames="query_tile"
+            step, donate_argnames="cache", static_argnames="layout"
         )
+        self._copy: Callable[..., KVCache] = jax.jit(copy, donate_argnames="cache")
         self._prompt_logprobs: Callable[..., jax.Array] = jax.jit(prompt_logprobs)
         self.shapes: set[StepShape] = set()
 
     def run(
-        self, cache: KVCache, inputs: StepInputs, sampling: SamplingInputs, shape: StepShape
+        self, cache: KVCache, buffer: np.ndarray, seen: jax.Array | np.ndarray, layout: StepLayout
     ) -> tuple[StepResult, KVCache]:
-        """Runs a step; `cache` is donated and must not be used again."""
-        self.shapes.add(shape)
-        result, cache = self._step(
-            self._params, cache, inputs, sampling, query_tile=shape.query_tile
-        )
+        """Runs a step; `cache` is donated and must not be used again.
+
+        Args:
+          cache: the cache.
+          buffer: of `build_buffer`.
+          seen: `[B, ceil(V / 8)]` uint8, see `SamplingInputs`.
+          layout: of the buffer.
+        """
+        self.shapes.add(layout.shape)
+        result, cache = self._step(self._params, cache, buffer, seen, layout=layout)
         return StepResult(*result), cache
+
+    def copy(self, cache: KVCache, copies: Seq[PageCopy], most: int) -> KVCache:
+        """Copies pages, reads before writes; `cache` is donated.
+
+        Args:
+          cache: the cache.
+          copies: what to copy.
+          most: copies that a group may ever ask for at once; the rest is padding.
+        """
+        ids = np.zeros((len(cache.windows), 2, most), np.int32)
+        counts = [0] * len(cache.windows)
+        for copy in copies:
+            ids[copy.group, :, counts[copy.group]] = copy.source, copy.target
+            counts[copy.group] += 1
+        return self._copy(cache, ids)
 
     def prompt_logprobs(self, hidden: jax.Array, targets: np.ndarray) -> np.ndarray:
         """Log-probability `[T]` float32 of token `targets[t]` after row t of `hidden [T, E]`."""

@@ -1,20 +1,36 @@
-"""Who holds which page: reference counts over the page ids of one layer group.
+"""Who holds which page: the books over the page ids of one layer group.
 
-Pure host state, no arrays of K or V. Page 0 is the null page: never handed out, target of padding.
+Pure host state, no arrays of K or V. A page is in one of three states, by two facts about it, how
+many sequences hold it and whether the prefix index keeps it:
+
+    free     nobody holds it, not kept     in the free list, once
+    cached   nobody holds it, kept         the index may let it go
+    held     somebody holds it             kept or not
+
+Page 0 is the null page: never handed out, target of padding. A method that raises has changed
+nothing. Plain Python lists: at the tens of pages of most calls they are faster than arrays.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from operator import length_hint
+from typing import NoReturn
+
+_HOLDER = 2  # a page's state is twice the number of its holders, plus
+_KEPT = 1  # this, where the index keeps it
 
 
 class OutOfPages(Exception):
-    """A pool has fewer free pages than were asked for; nothing was acquired."""
+    """A pool has fewer pages to give than were asked for; nothing was acquired."""
 
 
 class PagePool:
-    """Reference-counted page ids 1 .. N - 1.
+    """The states of pages 1 .. N - 1.
 
-    Every page is free (count 0, in the free list once) or held (count > 0). Freed pages are handed
-    out again last in, first out, while their memory is likely to be warm.
+    Freed pages are handed out again last in, first out, while their memory is likely to be warm.
+
+    Attributes:
+      capacity: pages that can be held at once, N - 1.
+      num_cached: pages in that state; with `num_free` and `num_held` they add up to `capacity`.
     """
 
     def __init__(self, num_pages: int):
@@ -25,28 +41,44 @@ class PagePool:
         """
         if num_pages < 2:
             raise ValueError(f"N = {num_pages}: a pool needs the null page and at least one more")
-        self._counts = [0] * num_pages
-        self._free = list(range(num_pages - 1, 0, -1))
-
-    @property
-    def capacity(self) -> int:
-        """Pages that can be held at once: N - 1."""
-        return len(self._counts) - 1
+        self.capacity = num_pages - 1
+        self._state = [0] * num_pages
+        self._free = list(range(self.capacity, 0, -1))
+        self.num_cached = 0
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages that nobody holds and the index does not keep."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Pages with at least one holder."""
-        return self.capacity - self.num_free
+        """Pages that a sequence holds."""
+        return self.capacity - len(self._free) - self.num_cached
 
-    def count(self, page: int) -> int:
-        """Holders of a page."""
-        self._check_id(page)
-        return self._counts[page]
+    def unheld_tail(self, pages: Sequence[int], most: int) -> int:
+        """How many pages at the end of `pages`, at most `most`, nobody holds."""
+        state, found = self._state, 0
+        for page in reversed(pages):
+            if found == most or state[page] >= _HOLDER:
+                break
+            found += 1
+        return found
+
+    def is_held(self, page: int) -> bool:
+        """Whether anybody holds a page; nobody holds the null page."""
+        return self._state[page] >= _HOLDER
+
+    def state(self, page: int) -> tuple[int, int]:
+        """Whether the index keeps a page, 0 or 1, and how many hold it.
+
+        Raises:
+          ValueError: an id that is unknown or null.
+        """
+        if not 1 <= page <= self.capacity:
+            self._refuse(page, "")
+        holders, kept = divmod(self._state[page], _HOLDER)
+        return kept, holders
 
     def acquire(self, n: int) -> list[int]:
         """Takes n free pages, each with one holder.
@@ -57,62 +89,126 @@ class PagePool:
         """
         if n < 0:
             raise ValueError(f"{n} pages asked for")
-        if n > len(self._free):
-            raise OutOfPages(f"{n} pages asked for, {len(self._free)} of {self.capacity} free")
-        pages = [self._free.pop() for _ in range(n)]
+        state, free = self._state, self._free
+        rest = len(free) - n
+        if rest < 0:
+            raise OutOfPages(f"{n} pages asked for, {len(free)} of {self.capacity} free")
+        pages = free[rest:]
+        del free[rest:]
+        pages.reverse()
         for page in pages:
-            self._counts[page] = 1
+            state[page] = _HOLDER
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Adds a holder to each page, all or none.
+    def share(self, pages: Sequence[int]) -> None:
+        """Adds a holder to each page.
 
         Raises:
           ValueError: an id that is unknown, null or free.
         """
-        pages = list(pages)
-        for page in pages:
-            self._check_held(page)
-        for page in pages:
-            self._counts[page] += 1
+        state, rest, num_cached, page = self._state, iter(pages), 0, 0
+        try:
+            for page in rest:
+                before = state[page]
+                if page < 0:
+                    raise IndexError
+                if before < _HOLDER:
+                    if not before:
+                        raise IndexError
+                    num_cached += 1
+                state[page] = before + _HOLDER
+        except IndexError:
+            self._undo(pages, rest, -_HOLDER)
+            self._refuse(page, "is free")
+        self.num_cached -= num_cached
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Takes a holder from each page, all or none; a page without holders is free.
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes a holder from each page; one without holders is cached where the index keeps it.
 
         Raises:
           ValueError: an id that is unknown or null, or that is listed more often than it is held.
         """
-        pages = list(pages)
-        for page in pages:
-            self._check_held(page)
-        for index, page in enumerate(pages):
-            if self._counts[page] == 0:
-                self._undo(pages[:index])
-                raise ValueError(f"page {page} is released more often than it is held")
-            self._counts[page] -= 1
-        freed = dict.fromkeys(page for page in pages if self._counts[page] == 0)
-        self._free.extend(reversed(freed))
+        state, rest, num_cached, page = self._state, iter(pages), 0, 0
+        freed: list[int] = []
+        try:
+            for page in rest:
+                after = state[page] - _HOLDER
+                if page < 0:
+                    raise IndexError
+                if after <= _KEPT:
+                    if after < 0:
+                        raise IndexError
+                    if after:
+                        num_cached += 1
+                    else:
+                        freed.append(page)
+                state[page] = after
+        except IndexError:
+            self._undo(pages, rest, _HOLDER)
+            self._refuse(page, "is released more often than it is held")
+        self.num_cached += num_cached
+        freed.reverse()
+        self._free += freed
+
+    def keep(self, pages: Sequence[int]) -> None:
+        """Marks held pages as kept by the index.
+
+        Raises:
+          ValueError: an id that is unknown or null, that nobody holds, or that is kept already.
+        """
+        state, rest, page = self._state, iter(pages), 0
+        try:
+            for page in rest:
+                before = state[page]
+                if page < 0 or before < _HOLDER or before & _KEPT:
+                    raise IndexError
+                state[page] = before + _KEPT
+        except IndexError:
+            self._undo(pages, rest, -_KEPT)
+            self._refuse(page, "is kept already, or not held")
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Marks kept pages as kept no more; those that nobody holds are free.
+
+        Raises:
+          ValueError: an id that is unknown or null, or that is not kept.
+        """
+        state, rest, page = self._state, iter(pages), 0
+        freed: list[int] = []
+        try:
+            for page in rest:
+                before = state[page]
+                if page < 0 or not before & _KEPT:
+                    raise IndexError
+                if before == _KEPT:
+                    freed.append(page)
+                state[page] = before - _KEPT
+        except IndexError:
+            self._undo(pages, rest, _KEPT)
+            self._refuse(page, "is not kept")
+        self.num_cached -= len(freed)
+        freed.reverse()
+        self._free += freed
 
     def check_integrity(self) -> None:
-        """Raises ValueError unless every page is either held or in the free list, once."""
+        """Raises ValueError unless counters and free list agree with the state of every page."""
+        if self._state[0] or min(self._state) < 0:
+            raise ValueError("the null page is held or kept, or a count is negative")
         listed = sorted(self._free)
-        unheld = [page for page in range(1, len(self._counts)) if self._counts[page] == 0]
-        if listed != unheld:
-            raise ValueError(f"free list {listed} differs from the pages without holders {unheld}")
-        if self._counts[0] != 0 or min(self._counts) < 0:
-            raise ValueError("the null page is held, or a count is negative")
+        free = [page for page, state in enumerate(self._state) if page and not state]
+        if listed != free:
+            raise ValueError(f"free list {listed} differs from the free pages {free}")
+        if self.num_cached != self._state.count(_KEPT):
+            raise ValueError(f"num_cached = {self.num_cached} is not the number of cached pages")
 
-    def _undo(self, released: list[int]) -> None:
-        for page in released:
-            self._counts[page] += 1
+    def _undo(self, pages: Sequence[int], rest: Iterator[int], change: int) -> None:
+        """Takes a change back from the pages before the one at fault, the last out of `rest`."""
+        for page in pages[: len(pages) - length_hint(rest) - 1]:
+            self._state[page] += change
 
-    def _check_id(self, page: int) -> None:
+    def _refuse(self, page: int, problem: str) -> NoReturn:
         if page == 0:
             raise ValueError("page 0 is the null page")
-        if not 0 < page < len(self._counts):
+        if not 1 <= page <= self.capacity:
             raise ValueError(f"no page {page}: ids are 1 to {self.capacity}")
-
-    def _check_held(self, page: int) -> None:
-        self._check_id(page)
-        if self._counts[page] == 0:
-            raise ValueError(f"page {page} is free")
+        raise ValueError(f"page {page} {problem}")

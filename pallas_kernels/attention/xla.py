@@ -15,6 +15,7 @@ always cut at the same places. Source: FlashAttention-2, arXiv 2307.08691, algor
 Not here: checks of the arguments (`api`).
 """
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -28,6 +29,7 @@ from pallas_kernels.pages import Pages
 KV_CHUNK = 128  # keys a trip
 GROUP_ROWS = 64  # query rows a group of many-row tiles
 GROUP_DECODE = 32  # tiles a group when each is one row
+CPU_SINGLE_ROWS = 8  # most rows of a lone tile's product that a CPU takes one by one
 
 
 @jax.jit(static_argnames="options")
@@ -160,7 +162,6 @@ def _walk_chunks(
       `[W, K, tile, G, D]`.
     """
     W, tile, K, G, D = q.shape
-    P, M = pages.page_size, table.shape[1]
     q = q.transpose(0, 2, 1, 3, 4).reshape(W, K, tile * G, D)
     first = tiles.low // KV_CHUNK
     trips = jnp.max(-(-tiles.high // KV_CHUNK) - first)
@@ -168,13 +169,9 @@ def _walk_chunks(
 
     def trip(j, state):
         m, total, acc = state
-        slot = (first + j)[:, None] * KV_CHUNK + in_chunk[None]  # [W, C]
-        page = jnp.take_along_axis(table, jnp.minimum(slot // P, M - 1), axis=1)
-        k = pages.keys(page, slot % P).astype(jnp.float32)  # [W, K, C, D]
-        v = pages.values(page, slot % P).astype(jnp.float32)
-        seen = (slot >= tiles.low[:, None]) & (slot < tiles.high[:, None])
-        # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
-        v = jnp.where(seen[:, None, :, None], v, 0.0)
+        start = (first + j) * KV_CHUNK  # [W]
+        slot = start[:, None] + in_chunk[None]  # [W, C]
+        k, v = _gather_chunk(pages, table, start, tiles)
 
         logits = _batched_dot(q, k, contract=(3, 3)).reshape(W, K, tile, G, KV_CHUNK)
         if options.soft_cap is not None:
@@ -201,10 +198,52 @@ def _walk_chunks(
     return jax.lax.fori_loop(0, trips, trip, state)
 
 
+def _gather_chunk(
+    pages: Pages, table: jax.Array, start: jax.Array, tiles: _Tiles
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers each tile's KV_CHUNK keys and values from slot `start` `[W]` on.
+
+    Head-major pages are read in runs of tokens: as many as divide both a page and a chunk.
+
+    Returns:
+      K and V `[W, K, C, D]` float32, V zero where no row of the tile sees it.
+    """
+    P, K, D = pages.page_size, pages.num_kv_heads, pages.head_dim
+    run = math.gcd(P, KV_CHUNK) if pages.layout == "head_major" else 1
+    slot = start[:, None] + jnp.arange(0, KV_CHUNK, run, dtype=jnp.int32)[None]  # [W, C / run]
+    page = jnp.take_along_axis(table, jnp.minimum(slot // P, table.shape[1] - 1), axis=1)
+    page, offset = page[:, None], (slot % P // run)[:, None]
+    heads = 2 * jnp.arange(K, dtype=jnp.int32)[None, :, None]
+    if pages.layout == "head_major":
+        pool = pages.kv.reshape(-1, 2 * K, P // run, run * D)
+        gathered = [pool.at[page, heads + i, offset].get(mode="clip") for i in (0, 1)]
+    else:
+        gathered = [pages.kv.at[page, offset, heads + i].get(mode="clip") for i in (0, 1)]
+    k, v = (x.astype(jnp.float32) for x in gathered)  # [W, K, C / run, run * D]
+
+    # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
+    token = slot[..., None] + jnp.arange(run * D, dtype=jnp.int32)[None, None] // D
+    low, high = (x[:, None, None] for x in (tiles.low, tiles.high))
+    v = jnp.where(((token >= low) & (token < high))[:, None], v, 0.0)
+    # Were the copies fused with the reshape, XLA's CPU loops would move one float at a time.
+    k, v = jax.lax.optimization_barrier((k, v))
+    shape = (start.shape[0], K, KV_CHUNK, D)
+    return k.reshape(shape), v.reshape(shape)
+
+
 def _batched_dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Products of `[W, K, ...]` arrays over the named axes, batched over W and K, in float32."""
-    dims = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
-    return jax.lax.dot_general(a, b, dims, precision=jax.lax.Precision.HIGHEST)
+    highest, batched = jax.lax.Precision.HIGHEST, ((0, 1), (0, 1))
+    W, _, num_rows, _ = a.shape
+    if W == 1 and num_rows <= CPU_SINGLE_ROWS and jax.default_backend() == "cpu":
+        # Matrix-vector products need no threads, and XLA then compiles the walk into one function:
+        # handing work over to threads took longer than the arithmetic.
+        dims = (((contract[0] - 1,), (contract[1],)), batched)
+        rows = (a[:, :, row] for row in range(num_rows))
+        products = [jax.lax.dot_general(row, b, dims, precision=highest) for row in rows]
+        return jnp.stack(products, axis=2)
+    dims = (((contract[0],), (contract[1],)), batched)
+    return jax.lax.dot_general(a, b, dims, precision=highest)
 
 
 def _finish(

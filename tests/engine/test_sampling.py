@@ -1,5 +1,7 @@
 """Drawing a token, against filters and penalties written as loops over one row."""
 
+from collections.abc import Sequence as Seq
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from jaxkv.engine import RequestError, SamplingParams
 from jaxkv.engine.request import MAX_TOP_LOGPROBS
-from jaxkv.engine.sampling import Sampled, SamplingInputs, sample
+from jaxkv.engine.sampling import POSITION, Sampled, SamplingInputs, pack_controls, sample
 
 V = 12
 ROWS = 4096
@@ -17,12 +19,21 @@ LOGITS = np.log(np.array([8, 3, 12, 5, 9, 2.5, 14, 7, 11, 4, 15, 9.5], np.float3
 sample_rows = jax.jit(sample)
 
 
-def draw(logits: np.ndarray, *params: SamplingParams, **build: object) -> Sampled:
+def draw(
+    logits: np.ndarray,
+    *params: SamplingParams,
+    positions: Seq[int] = (),
+    seen: Seq[np.ndarray] = (),
+    want_top: bool = False,
+) -> Sampled:
     """Draws in rows of `logits [R, V]`, padded so that all calls are one compiled program."""
-    options = dict(positions=[0] * len(params), seen=[None] * len(params), want_top=False)
-    inputs = SamplingInputs.build(
-        params, num_rows=ROWS, vocab_size=logits.shape[1], **(options | build)
-    )
+    controls = np.tile(pack_controls(SamplingParams()), (ROWS, 1))
+    controls[: len(params)] = [pack_controls(row) for row in params]
+    controls[: len(positions), POSITION] = positions
+    bits = np.zeros((ROWS, -(-logits.shape[1] // 8)), np.uint8)
+    for row, mask in enumerate(seen):
+        bits[row] = mask
+    inputs = SamplingInputs.unpack(jnp.asarray(controls), jnp.asarray(bits), jnp.asarray(want_top))
     rows = np.zeros((ROWS, logits.shape[1]), np.float32)
     rows[: len(params)] = logits
     result = sample_rows(rows, inputs)
@@ -200,16 +211,22 @@ def test_a_value_without_meaning_is_refused_by_name(name, value):
         SamplingParams(**{name: value}).check()
 
 
-def test_rows_past_the_requests_are_greedy_padding():
-    inputs = SamplingInputs.build(
-        [SamplingParams(temperature=1.0, top_k=3, seed=7)],
-        positions=[9],
-        seen=[None],
-        want_top=False,
-        num_rows=3,
-        vocab_size=V,
-    )
-    assert inputs.temperature.tolist() == [1.0, 0.0, 0.0]
-    assert inputs.top_k.tolist() == [3, 0, 0]
-    assert inputs.seen.shape == (3, 2)
-    assert jnp.asarray(inputs.seed).dtype == jnp.uint32
+def test_sampling_parameters_cross_over_by_their_bits():
+    rows = [
+        SamplingParams(
+            temperature=0.3,
+            top_p=0.9,
+            min_p=1e-3,
+            repetition_penalty=1.1,
+            top_k=10**12,
+            seed=2**32 - 1,
+        ),
+        SamplingParams(),
+    ]
+    controls = jnp.asarray(np.stack([pack_controls(row) for row in rows]))
+    inputs = SamplingInputs.unpack(controls, jnp.zeros((2, 2), jnp.uint8), jnp.asarray(False))
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed"):
+        want = np.array([getattr(row, name) for row in rows], getattr(inputs, name).dtype)
+        np.testing.assert_array_equal(getattr(inputs, name), want)
+    assert inputs.top_k.tolist() == [2**31 - 1, 0]
+    assert inputs.seed.dtype == jnp.uint32

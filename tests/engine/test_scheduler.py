@@ -1,14 +1,18 @@
 """The scheduler as host logic: budgets, order, preemption, and that every request ends."""
 
+from array import array
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxkv.engine import Completion, Request
+from jaxkv.engine import Completion, FinishReason, Request
 from jaxkv.engine.scheduler import Scheduler, StepPlan
 from jaxkv.engine.sequence import Sequence
-from jaxkv.prefix import PagePool, SequencePages
+from jaxkv.engine.waiting import SCHEDULING
+from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, check_integrity
 
 P = 4
 
@@ -17,22 +21,45 @@ class World:
     """A scheduler, its pools, and a model that takes no time: token 0 always follows."""
 
     def __init__(
-        self, *, pages: tuple[int, ...] = (100,), max_sequences: int = 8, budget: int = 16
+        self,
+        *,
+        pages: tuple[int, ...] = (100,),
+        windows: tuple[int | None, ...] | None = None,
+        max_sequences: int = 8,
+        budget: int = 16,
+        index: bool = False,
+        scheduling: str = "fcfs",
     ):
         self.pools = [PagePool(n + 1) for n in pages]
         self.longest = min(pages) * P
         self.budget = budget
         self.max_sequences = max_sequences
-        self.scheduler = Scheduler(max_sequences, budget)
+        self.index = PrefixIndex(self.pools, P, windows) if index else None
+        self.tables = PageTables(
+            self.pools,
+            P,
+            max_sequences=max_sequences,
+            max_pages=min(pages),
+            windows=windows,
+            index=self.index,
+        )
+        self.scheduler = Scheduler(
+            self.tables,
+            self.index,
+            max_sequences=max_sequences,
+            token_budget=budget,
+            scheduling=scheduling,
+        )
         self.unfinished: list[Sequence] = []  # in order of arrival
 
-    def submit(self, prompt: int, new: int) -> Sequence:
+    def submit(self, prompt: int | tuple[int, ...], new: int, **options: object) -> Sequence:
+        tokens = (0,) * prompt if isinstance(prompt, int) else prompt
         sequence = Sequence(
-            request=Request(prompt=(0,) * prompt, max_new_tokens=new),
-            completion=Completion(0, prompt),
-            pages=SequencePages(self.pools, P, min(pool.capacity for pool in self.pools)),
-            max_tokens=min(prompt + new, self.longest),
-            tokens=[0] * prompt,
+            request=Request(prompt=tokens, max_new_tokens=new, **options),
+            completion=Completion(0, len(tokens)),
+            namespace=Namespace(),
+            max_tokens=min(len(tokens) + new, self.longest),
+            tokens=array("i", tokens),
             text=None,
             seen=None,
             submitted=0.0,
@@ -49,36 +76,44 @@ class World:
         return plan
 
     def check(self, plan: StepPlan) -> None:
-        assert 0 < plan.num_tokens <= self.budget
-        assert len(plan.entries) <= self.max_sequences
-        sequences = [entry.sequence for entry in plan.entries]
-        assert len(set(map(id, sequences))) == len(sequences)
-        for entry in plan.entries:
-            assert 0 < entry.num_tokens <= entry.sequence.num_uncomputed
-            end = entry.sequence.num_computed + entry.num_tokens
-            assert entry.sequence.pages.num_pages >= end / P
-        # First come, first served: nobody starts before those that came earlier.
-        running = [s for s in self.unfinished if s in self.scheduler.running]
-        assert running == self.scheduler.running == self.unfinished[: len(running)]
-        assert list(self.scheduler.waiting) == self.unfinished[len(running) :]
+        assert 0 < plan.total_tokens <= self.budget
+        assert len(set(plan.sequences)) == len(plan.sequences) <= self.max_sequences
+        for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
+            assert 0 < num_tokens <= sequence.num_uncomputed
+            end = sequence.num_computed + num_tokens
+            assert self.tables.num_pages[sequence.row] >= end / P
+        for copy in plan.copies:
+            assert self.pools[copy.group].state(copy.target) == (0, 1)
 
     def apply(self, plan: StepPlan) -> None:
-        for entry in plan.entries:
-            completes = entry.completes
-            entry.sequence.num_computed += entry.num_tokens
-            if completes:
-                entry.sequence.tokens.append(0)
-                if len(entry.sequence.tokens) >= entry.sequence.max_tokens:
-                    self.remove(entry.sequence)
+        self.scheduler.advance(plan)
+        for sequence in plan.sequences:
+            if not sequence.num_uncomputed:
+                sequence.tokens.append(0)
+                if len(sequence.tokens) >= sequence.max_tokens:
+                    self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
+        sequence.completion.finish_reason = FinishReason.LENGTH
         self.scheduler.remove(sequence)
         self.unfinished.remove(sequence)
 
     def shares(self, plan: StepPlan | None) -> list[tuple[int, int]]:
-        """Prompt length (the name of a sequence here) and tokens, an entry each."""
+        """Prompt length (the name of a sequence here) and tokens, a pair each."""
         assert plan is not None
-        return [(len(e.sequence.request.prompt), e.num_tokens) for e in plan.entries]
+        prompts = [len(sequence.request.prompt) for sequence in plan.sequences]
+        return list(zip(prompts, plan.num_tokens, strict=True))
+
+    def check_integrity(self) -> None:
+        if self.index is not None:
+            check_integrity(self.index, self.tables)
+        for pool in self.pools:
+            pool.check_integrity()
+        held = [int(self.tables.num_pages[s.row]) for s in self.scheduler.running]
+        if self.index is None and not self.tables.slides:
+            assert [pool.num_held for pool in self.pools] == [sum(held)] * len(self.pools)
+        assert self.tables.num_open == len(held) <= self.max_sequences
+        assert all(s.num_computed == 0 for s in self.scheduler.waiting)
 
 
 def test_nothing_queued_is_no_plan():
@@ -125,7 +160,7 @@ def test_the_one_that_came_last_gives_up_its_pages_and_starts_again():
     plan = world.scheduler.plan()  # the first needs a third page
     assert world.shares(plan) == [(8, 1), (7, 1)]
     assert world.scheduler.num_preemptions == 1
-    assert (third.num_computed, third.pages.num_pages, len(third.tokens)) == (0, 0, 4)
+    assert (third.num_computed, third.row, len(third.tokens)) == (0, None, 4)
     assert list(world.scheduler.waiting) == [third]
 
 
@@ -160,10 +195,10 @@ def test_a_sequence_is_removed_from_any_state_and_gives_its_pages_back(state):
     if state == "removed":
         world.scheduler.remove(sequence)
     world.scheduler.remove(sequence)
-    held = other.pages.num_pages
-    assert [pool.num_held for pool in world.pools] == [held]
     assert sequence not in [*world.scheduler.running, *world.scheduler.waiting]
-    assert sequence.pages.num_pages == 0
+    assert sequence.row is None
+    assert world.scheduler.running == ([] if state == "waiting" else [other])
+    world.check_integrity()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -173,13 +208,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages=st.lists(st.integers(2, 12), min_size=1, max_size=2).map(tuple),
         max_sequences=st.integers(1, 5),
         budget=st.integers(1, 20),
+        index=st.booleans(),
+        window=st.sampled_from([None, 3, 9]),
+        scheduling=st.sampled_from(SCHEDULING),
     )
-    def make(self, pages: tuple[int, ...], max_sequences: int, budget: int):
-        self.world = World(pages=pages, max_sequences=max_sequences, budget=budget)
+    def make(self, pages: tuple[int, ...], window: int | None, **options: Any):
+        windows = (None, window)[: len(pages)]
+        self.world = World(pages=pages, windows=windows, **options)
 
-    @rule(data=st.data(), new=st.integers(1, 20))
-    def submit(self, data: st.DataObject, new: int):
-        self.world.submit(data.draw(st.integers(1, self.world.longest)), new)
+    @rule(data=st.data(), new=st.integers(1, 20), priority=st.integers(0, 2))
+    def submit(self, data: st.DataObject, new: int, priority: int):
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=self.world.longest))
+        self.world.submit(tuple(prompt), new, priority=priority)
 
     @rule(n=st.integers(1, 4))
     def step(self, n: int):
@@ -195,15 +235,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_conserved(self):
-        if not hasattr(self, "world"):
-            return
-        scheduler = self.world.scheduler
-        held = sum(sequence.pages.num_pages for sequence in self.world.unfinished)
-        for pool in self.world.pools:
-            pool.check_integrity()
-            assert pool.num_held == held
-        assert len(scheduler.running) <= self.world.max_sequences
-        assert all(s.pages.num_pages == s.num_computed == 0 for s in scheduler.waiting)
+        if hasattr(self, "world"):
+            self.world.check_integrity()
 
     def teardown(self):
         if not hasattr(self, "world"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxkv.cache import LayerSpec
 from jaxkv.engine import Engine, EngineConfig, Request
-from jaxkv.engine.scheduler import Scheduled, StepPlan
+from jaxkv.engine.scheduler import StepPlan
 from jaxkv.engine.step import DETERMINISTIC_ROWS, MAX_BUCKETS, ShapeTable, buckets
 
 SIZES = st.integers(1, 5000)
@@ -29,14 +29,8 @@ class Bag:
         return -hidden
 
 
-class Queries:
-    """As much of a sequence as a shape depends on."""
-
-    num_uncomputed = 0
-
-
 def plan_of(*num_tokens: int) -> StepPlan:
-    return StepPlan(tuple(Scheduled(Queries(), n) for n in num_tokens))  # type: ignore[arg-type]
+    return StepPlan(sequences=(None,) * len(num_tokens), num_tokens=num_tokens)  # type: ignore[arg-type]
 
 
 @given(smallest=SIZES, extra=st.integers(0, 100000))

@@ -10,6 +10,7 @@ from jaxkv.cache import KVCache, check_cache, check_tables
 from jaxkv.engine import Completion, Delta, Engine, EngineConfig, Request
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions, StepShape
+from jaxkv.prefix import check_integrity
 from models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from models.decode_model import FlaxDecodeModel
 from models.decoder import Decoder
@@ -95,28 +96,30 @@ class CheckedEngine(Engine):
     ):
         super().__init__(model, config, detokenizer=detokenizer)
         self._functions = _CheckedFunctions(self, functions)
-        self._taken = [0] * len(self.pools)
+        self._taken: list[list[int]] = [[] for _ in self.pools]
 
     def squeeze(self, tokens: int) -> "CheckedEngine":
         """Takes pages away until `tokens` tokens are left: a small pool, and nothing recompiled."""
-        for group, pool in enumerate(self.pools):
-            taken = pool.acquire(pool.num_free - tokens // self.spec.page_size)
-            self._taken[group] += len(taken)
+        for pool, taken in zip(self.pools, self._taken, strict=True):
+            taken += pool.acquire(max(0, pool.num_free - tokens // self.spec.page_size))
         return self
 
     def step(self) -> list[Delta]:
         deltas = super().step()
+        if self.index is not None:
+            check_integrity(self.index, self._tables, [self._taken])
         for pool in self.pools:
             pool.check_integrity()
         check_cache(self._cache, self.spec)
         if not self.has_work:
             assert self.held_pages == [0] * len(self.pools)
+            assert self._tables.num_open == 0
         return deltas
 
     @property
     def held_pages(self) -> list[int]:
         """Pages that sequences hold, in each layer group."""
-        return [pool.num_held - n for pool, n in zip(self.pools, self._taken, strict=True)]
+        return [pool.num_held - len(ids) for pool, ids in zip(self.pools, self._taken, strict=True)]
 
     @property
     def cache(self) -> KVCache:
@@ -132,21 +135,29 @@ class _CheckedFunctions:
         self.shapes: set[StepShape] = set()
         self.prompt_logprobs_calls = 0
 
-    def run(self, cache, inputs, sampling, shape):
-        self.shapes.add(shape)
-        query_lens = np.diff(inputs.query_starts)
+    def run(self, cache, buffer, seen, layout):
+        self.shapes.add(layout.shape)
+        parts = layout.split(buffer)
+        query_lens = np.diff(parts["query_starts"])
         assert 0 < query_lens.sum() <= self._engine.config.token_budget
         assert (query_lens > 0).sum() <= self._engine.config.max_sequences
         check_tables(
-            inputs.page_tables,
-            inputs.kv_lens,
+            tuple(parts["page_tables"]),
+            parts["kv_lens"],
             query_lens,
             self._engine.pools,
-            self._engine.spec.page_size,
+            self._engine.spec,
         )
-        result, new_cache = self._functions.run(cache, inputs, sampling, shape)
+        result, new_cache = self._functions.run(cache, buffer, seen, layout)
         assert all(pages.kv.is_deleted() for pages in cache.layers)
         return result, new_cache
+
+    def copy(self, cache, copies, most):
+        for group, pool in enumerate(self._engine.pools):
+            targets = [copy.target for copy in copies if copy.group == group]
+            assert len(set(targets)) == len(targets)
+            assert all(pool.state(page) == (0, 1) for page in targets)
+        return self._functions.copy(cache, copies, most)
 
     def prompt_logprobs(self, hidden, targets):
         self.prompt_logprobs_calls += 1

@@ -119,6 +119,14 @@ class AttentionSuite:
         batch = random_batch(kv_lens, [1] * 67 + [0] * 3, T=70)
         self.check(batch, place(batch))
 
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (18, 2)], ids=["GQA", "MHA", "wide GQA"])
+    def test_a_decode_of_one_sequence_agrees_with_naive_attention(self, heads, layout):
+        for length, P in ((1, 16), (128, 24), (300, 16)):
+            batch = random_batch([length], [1], T=1, heads=heads)
+            placed = place(batch, P=P, layout=layout, window=200)
+            self.check(batch, placed, window=200, soft_cap=5.0)
+
     @pytest.mark.parametrize("H, K, D, P, M, q_dtype, kv_dtype", SIZES)
     def test_every_size_and_dtype_agrees_with_naive_attention(
         self, H, K, D, P, M, q_dtype, kv_dtype

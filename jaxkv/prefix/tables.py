@@ -1,0 +1,258 @@
+"""The page tables of running sequences: which page holds which tokens of which sequence.
+
+One row a sequence in each layer group, in arrays that a step can take rows of. A row's life:
+
+    open      an empty row
+    match     its first pages are those that the index has of its prompt
+    grow      pages for more tokens; cached ones are evicted where the free ones run out
+    publish   its pages become known to the index
+    trim      a sliding group's pages behind the window go back
+    close     everything goes back; the one release point of a sequence
+
+Not here: when a sequence does any of this (`jaxkv.engine`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.prefix.index import PrefixIndex
+from jaxkv.prefix.node import TOKEN, Namespace
+from jaxkv.prefix.pins import Pins
+from jaxkv.prefix.pool import OutOfPages, PagePool
+
+Rows = NDArray[np.intp]
+Lengths = NDArray[np.integer]
+
+
+class PageTables:
+    """Rows of page ids for up to R sequences.
+
+    Attributes:
+      pools: of each layer group.
+      pages: in each group `[R, M]` int32, to be read; 0 where a row holds no page.
+      num_pages: `[R]`, logical pages up to a row's last; earlier ones of a sliding group may be
+        gone.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[PagePool],
+        page_size: int,
+        *,
+        max_sequences: int,
+        max_pages: int,
+        windows: Sequence[int | None] | None = None,
+        index: PrefixIndex | None = None,
+        pins: Pins | None = None,
+    ):
+        """Makes R = `max_sequences` closed rows of M = `max_pages` entries.
+
+        Args:
+          pools: of each layer group.
+          page_size: P.
+          max_sequences: R.
+          max_pages: M.
+          windows: of each group; None for a group that sees all. By default all do.
+          index: shares the pools; None shares no prefixes.
+          pins: in the index; those that have expired give way to growth.
+        """
+        self.pools = tuple(pools)
+        self.page_size = page_size
+        self.pages = tuple(np.zeros((max_sequences, max_pages), np.int32) for _ in pools)
+        self.num_pages = np.zeros(max_sequences, np.int64)
+        self._index = index
+        self._pins = pins
+        # What each row holds once more, as lists, in which the books are kept; None where closed.
+        self._held: list[list[list[int]] | None] = [None] * max_sequences
+        self._windows = {g: window for g, window in enumerate(windows or ()) if window is not None}
+        self._first = {g: np.zeros(max_sequences, np.int64) for g in self._windows}
+        self._closed = list(range(max_sequences - 1, -1, -1))
+
+    @property
+    def num_open(self) -> int:
+        """Rows in use."""
+        return len(self.num_pages) - len(self._closed)
+
+    def open(self) -> int:
+        """Takes an empty row.
+
+        Raises:
+          ValueError: all rows are in use.
+        """
+        if not self._closed:
+            raise ValueError(f"all {len(self.num_pages)} rows are in use")
+        row = self._closed.pop()
+        self._held[row] = [[] for _ in self.pools]
+        return row
+
+    def match(
+        self, row: int, tokens: bytes, namespace: Namespace, *, priority: int = 0
+    ) -> tuple[int, tuple[int, ...]]:
+        """Fills an empty row with what the index has of a prompt.
+
+        Args:
+          row: an open row without pages.
+          tokens: packed; without those that are to be computed in any case.
+          namespace: of the sequence.
+          priority: of its request.
+
+        Returns:
+          How many tokens are there, and in each group the page to copy onto the row's next one,
+          before any page is written; 0 for nothing to copy. See `Match`.
+        """
+        held = self._held_by(row)
+        if self._index is None:
+            return 0, (0,) * len(self.pools)
+        match = self._index.match(tokens, namespace, priority=priority)
+        held[:] = match.pages
+        for table, ids in zip(self.pages, held, strict=True):
+            table[row, : len(ids)] = ids
+        for g in self._windows:
+            self._first[g][row] = held[g].count(0)
+        self.num_pages[row] = len(held[0])
+        return match.num_tokens, match.sources
+
+    def lacking(self, rows: Rows, num_tokens: Lengths) -> Rows:
+        """Places in `rows` whose row has no slot yet for its number of tokens."""
+        return (num_tokens > self.num_pages[rows] * self.page_size).nonzero()[0]
+
+    def grow(self, row: int, num_tokens: int) -> None:
+        """Takes pages until a row has a slot for each of its tokens, in every group or in none.
+
+        Raises:
+          OutOfPages: a group has too few pages that are free or cached.
+          ValueError: the row is too short for so many tokens.
+        """
+        held = self._held_by(row)
+        before, after = len(held[0]), -(-num_tokens // self.page_size)
+        num_new = after - before
+        if num_new <= 0:
+            return
+        if after > self.pages[0].shape[1]:
+            raise ValueError(
+                f"{num_tokens} tokens need {after} pages; a table row has {self.pages[0].shape[1]}"
+            )
+        for g, pool in enumerate(self.pools):
+            if num_new > pool.num_free:
+                self._make_free(g, num_new)
+        for pool, table, ids in zip(self.pools, self.pages, held, strict=True):
+            taken = pool.acquire(num_new)
+            table[row, before:after] = taken
+            ids += taken
+        self.num_pages[row] = after
+
+    def publish(self, row: int, tokens: bytes, namespace: Namespace, *, priority: int = 0) -> None:
+        """Makes the pages of a row's first tokens (packed) known to the index.
+
+        Their slots are not written again. The last page may have room for more tokens of the row.
+        """
+        held = self._held_by(row)
+        if self._index is None or not tokens:
+            return
+        end = -(-len(tokens) // (TOKEN * self.page_size))
+        before = [ids[:end] for ids in held]
+        after = self._index.insert(tokens, before, namespace, priority=priority)
+        for table, ids, old, new in zip(self.pages, held, before, after, strict=True):
+            if new is not old:
+                ids[:end] = new
+                table[row, :end] = new
+
+    def trim(self, rows: Rows, num_tokens: Lengths) -> None:
+        """Gives back what the next token of each row, at position `num_tokens`, no longer sees."""
+        for g, window in self._windows.items():
+            first = np.maximum(num_tokens - window + 1, 0) // self.page_size
+            first = np.minimum(first, self.num_pages[rows])
+            for i in np.flatnonzero(first > self._first[g][rows]):
+                row, start, end = int(rows[i]), int(self._first[g][rows[i]]), int(first[i])
+                ids = self._held_by(row)[g]
+                self.pools[g].release(ids[start:end])
+                ids[start:end] = [0] * (end - start)
+                self.pages[g][row, start:end] = 0
+                self._first[g][row] = end
+
+    @property
+    def slides(self) -> bool:
+        """Some group has a window, so that rows give pages back (`trim`)."""
+        return bool(self._windows)
+
+    def can_fork(self, row: int, num_tokens: int) -> bool:
+        """Whether a row has all that the token at position `num_tokens` sees."""
+        return all(
+            self._first[g][row] <= max(0, num_tokens - window + 1) // self.page_size
+            for g, window in self._windows.items()
+        )
+
+    def fork(self, row: int, num_tokens: int) -> tuple[int, tuple[int, ...]]:
+        """Opens a row that shares another one's first tokens.
+
+        Returns:
+          The new row, and in each group the page to copy onto the row's next one, before any page
+          is written; 0 for nothing to copy.
+
+        Raises:
+          ValueError: all rows are in use.
+        """
+        held = self._held_by(row)
+        child = self.open()
+        whole, rest = divmod(num_tokens, self.page_size)
+        copied = self._held_by(child)
+        for g, (pool, table) in enumerate(zip(self.pools, self.pages, strict=True)):
+            copied[g] += held[g][:whole]
+            table[child, :whole] = table[row, :whole]
+            pool.share([page for page in copied[g] if page])
+        for first in self._first.values():
+            first[child] = min(first[row], whole)
+        self.num_pages[child] = whole
+        return child, tuple(ids[whole] if rest else 0 for ids in held)
+
+    def close(self, row: int) -> None:
+        """Gives a row and all its pages back.
+
+        Raises:
+          ValueError: the row is closed.
+        """
+        held = self._held_by(row)
+        for pool, table, ids in zip(self.pools, self.pages, held, strict=True):
+            pool.release([page for page in ids if page] if self._windows else ids)
+            table[row, : len(ids)] = 0
+        for first in self._first.values():
+            first[row] = 0
+        self.num_pages[row] = 0
+        self._held[row] = None
+        self._closed.append(row)
+
+    def holdings(self) -> list[list[list[int]]]:
+        """What each open row holds, in each group; for `check_integrity`.
+
+        Raises:
+          ValueError: the arrays say otherwise.
+        """
+        for row, held in enumerate(self._held):
+            for table, ids in zip(self.pages, held or [[]] * len(self.pools), strict=True):
+                if table[row].tolist() != ids + [0] * (table.shape[1] - len(ids)):
+                    raise ValueError(f"row {row} holds {ids}, its table differs")
+                if self.num_pages[row] != len(ids):
+                    raise ValueError(f"row {row} has {len(ids)} pages, not {self.num_pages[row]}")
+        return [held for held in self._held if held is not None]
+
+    def _make_free(self, group: int, num_pages: int) -> None:
+        """Lets expired pins go and evicts until so many pages of a group are free."""
+        pool = self.pools[group]
+        if self._pins is not None:
+            self._pins.expire()
+        short = num_pages - pool.num_free
+        if self._index is not None and 0 < short <= pool.num_cached:
+            self._index.evict(group, short)
+        if num_pages > pool.num_free:
+            raise OutOfPages(
+                f"{num_pages} pages asked for; of {pool.capacity}, {pool.num_free} are free and "
+                f"{pool.num_cached} cached"
+            )
+
+    def _held_by(self, row: int) -> list[list[int]]:
+        held = self._held[row]
+        if held is None:
+            raise ValueError(f"row {row} is closed")
+        return held
