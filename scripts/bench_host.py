@@ -26,6 +26,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -38,6 +39,7 @@ LONGEST = 16_384  # tokens of a prompt
 OPS = ("prep", "match", "alloc", "insert", "extend", "finish")
 WORKLOADS = ("W1", "W1g", "W2", "W2f", "W3", "W4", "W5", "W6", "growth")
 
+Result = dict[str, Any]
 Requests = Iterator[tuple[list[int], list[int]]]  # prompt, answer
 
 
@@ -209,9 +211,9 @@ class Host:
         self.tables.close(request.row)
 
 
-def serve(name: str, stream: Requests, capacity: int, page_size: int) -> dict[str, object]:
+def serve(name: str, incoming: Requests, capacity: int, page_size: int) -> Result:
     """One request after the other: what each operation costs, and how much of prompts is hit."""
-    requests = list(_shown(stream, None, f"{name}: making requests"))
+    requests = list(_shown(incoming, None, f"{name}: making requests"))
     gc.collect()
     gc.freeze()  # the requests: collecting them over and over is not what is timed
     rss = _rss_mb()
@@ -262,7 +264,8 @@ class Clock:
     """Seconds in each operation: of the thread, on the wall, and the longest call."""
 
     def __init__(self) -> None:
-        self.cpu, self.wall, self.longest = (dict.fromkeys(OPS, 0.0) for _ in range(3))
+        self.cpu: dict[str, float] = dict.fromkeys(OPS, 0.0)
+        self.wall, self.longest = self.cpu.copy(), self.cpu.copy()
 
     def time[**A, R](self, op: str, function: Callable[A, R], *args: A.args, **kw: A.kwargs) -> R:
         """Calls a function."""
@@ -275,7 +278,7 @@ class Clock:
         return result
 
 
-def eviction(page_size: int, num_leaves: int) -> dict[str, object]:
+def eviction(page_size: int, num_leaves: int) -> Result:
     """A pool full of sequences of 64 tokens; then 300 more, timing the taking of their pages."""
     rng = random.Random(5)
     host = Host(num_leaves * 64, page_size)
@@ -302,7 +305,7 @@ def eviction(page_size: int, num_leaves: int) -> dict[str, object]:
     )
 
 
-def decoding(page_size: int) -> dict[str, object]:
+def decoding(page_size: int) -> Result:
     """64 sequences of 1,024 tokens, each one token longer after each of 128 steps."""
     rng = random.Random(6)
     batch, num_steps = 64, 128
@@ -320,8 +323,7 @@ def decoding(page_size: int) -> dict[str, object]:
     def step(number: int) -> None:
         tokens[:, number] = sampled[number]
         np.add(lengths, 1, out=lengths)
-        for place in host.tables.lacking(rows, lengths).tolist():
-            host.tables.grow(requests[place].row, int(lengths[place]))
+        host.tables.grow_lacking(rows, lengths)
 
     seconds = [_cpu_seconds(step, number) for number in range(num_steps)]
     check_integrity(host.index, host.tables)
@@ -333,13 +335,13 @@ def decoding(page_size: int) -> dict[str, object]:
     )
 
 
-def growth(page_size: int) -> dict[str, object]:
+def growth(page_size: int) -> Result:
     """Matches of 1,032 tokens, 1,024 of them cached, while ever more conversations are cached."""
     rng = np.random.default_rng(7)
     sizes, per_size, host = (1_000, 10_000, 100_000), 300, Host(100_000 * 128, page_size)
     system = rng.integers(0, VOCAB, 896).tolist()
     talks: list[list[int]] = []
-    results: dict[str, object] = {"conversations": list(sizes)}
+    results: Result = {"conversations": list(sizes)}
     with console.progress(sizes[-1], unit="talk", description="growth") as bar:
         for size in sizes:
             for own in rng.integers(0, VOCAB, (size - len(talks), 128), np.int32).tolist():
@@ -356,7 +358,7 @@ def growth(page_size: int) -> dict[str, object]:
                 seconds.append(_cpu_seconds(host.match, request))
                 host.tables.close(request.row)
             for name, value in _spread(seconds, "match_us_p50", "p95", "max").items():
-                results.setdefault(name, []).append(value)  # pyright: ignore
+                results.setdefault(name, []).append(value)
     return results
 
 
@@ -369,7 +371,10 @@ def _cpu_seconds[T](function: Callable[[T], object], argument: T) -> float:
 def _spread(seconds: list[float], median: str, p95: str, longest: str) -> dict[str, float]:
     ordered, n = sorted(seconds), len(seconds)
     picked = ordered[n // 2], ordered[int(n * 0.95)], ordered[-1]
-    return {name: round(value * 1e6, 1) for name, value in zip((median, p95, longest), picked)}
+    return {
+        name: round(value * 1e6, 1)
+        for name, value in zip((median, p95, longest), picked, strict=True)
+    }
 
 
 def _tokens(rng: random.Random, n: int) -> list[int]:
@@ -386,7 +391,7 @@ def _rss_mb() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 1e6
 
 
-def _lines(result: dict[str, object]) -> str:
+def _lines(result: Result) -> str:
     head = f"{result['workload']}, page {result['page']}"
     rest = {k: v for k, v in result.items() if k not in ("system", "workload", "page", "window")}
     return "\n".join([head, *(f"  {name:24} {value}" for name, value in rest.items())])

@@ -63,8 +63,8 @@ def check_tables(
     """Checks that a step may read and write through its page tables.
 
     In every layer group, each page of the tokens that a sequence's query tokens see is a page of
-    the pool that a sequence holds, and a page that the step writes (one with a slot of a query token) is in no other
-    sequence's live range, nor twice in its own.
+    the pool that a sequence holds, and a page that the step writes (one with a slot of a query
+    token) is in no other sequence's live range, nor twice in its own.
 
     Args:
       page_tables: for each layer group `[B, M]` int32.

@@ -1,8 +1,11 @@
 """Serving a model: requests in, tokens out, over the paged cache."""
 
+from jaxkv.engine.beam import Beam as Beam
+from jaxkv.engine.beam import beam_search as beam_search
 from jaxkv.engine.config import EngineConfig as EngineConfig
 from jaxkv.engine.engine import Engine as Engine
 from jaxkv.engine.metrics import EngineMetrics as EngineMetrics
+from jaxkv.engine.metrics import PoolState as PoolState
 from jaxkv.engine.model import DecodeModel as DecodeModel
 from jaxkv.engine.request import Completion as Completion
 from jaxkv.engine.request import Delta as Delta

@@ -143,8 +143,12 @@ class Engine:
         """Pages that are free, cached and held, of each layer group."""
         return [PoolState(pool.num_free, pool.num_cached, pool.num_held) for pool in self.pools]
 
-    def submit(self, request: Request) -> Completion:
+    def submit(self, request: Request, *, stepwise: bool = False) -> Completion:
         """Queues a request.
+
+        Args:
+          request: the request.
+          stepwise: wait after each token until `resume` says with which one to go on.
 
         Returns:
           Its completion, which later steps fill; further answers (`Request.n`) are its `samples`.
@@ -162,6 +166,7 @@ class Engine:
         if request.stop_strings and self._detokenizer is None:
             raise RequestError("stop strings need an engine with a detokenizer")
         first = self._queue(request, array("i", request.prompt))
+        first.stepwise = stepwise
         for i in range(1, request.n):
             sampling = dataclasses.replace(
                 request.sampling, seed=(request.sampling.seed + i) % (1 << 32)
@@ -171,37 +176,38 @@ class Engine:
             first.completion.samples.append(sample.completion)
         return first.completion
 
-    def fork(self, request_id: int, *, last_token: int | None = None) -> Completion:
+    def fork(self, request_id: int, *, last_token: int) -> Completion:
         """Starts a further request that goes on from what another one has generated so far.
 
         The two share pages up to there, and from then on have nothing to do with each other.
 
         Args:
-          request_id: of an unfinished request.
+          request_id: of an unfinished request that has generated a token.
           last_token: in place of the token that was generated last.
 
         Raises:
-          RequestError: no such request is unfinished, or it has no token to replace.
+          RequestError: there is no such request, or no such token.
         """
         origin = self._unfinished(request_id)
         sequence = self._queue(origin.request, array("i", origin.tokens), fork_of=origin)
-        completion = sequence.completion
-        completion.tokens = list(origin.completion.tokens)
-        completion.logprobs = list(origin.completion.logprobs)
-        if last_token is not None:
-            self.replace_last(completion.request_id, last_token)
-        return completion
+        sequence.stepwise = origin.stepwise
+        sequence.completion.tokens = list(origin.completion.tokens)
+        sequence.completion.logprobs = list(origin.completion.logprobs)
+        self.resume(sequence.completion.request_id, last_token)
+        return sequence.completion
 
-    def replace_last(self, request_id: int, token: int) -> None:
-        """Puts another token in the place of the one that a request has generated last.
+    def resume(self, request_id: int, last_token: int) -> None:
+        """Lets a request go on, with another token in the place of the one it generated last.
 
         Raises:
-          RequestError: no such request is unfinished, or it has no token to replace.
+          RequestError: no unfinished request has this number and a generated token, or the token
+            is not in the vocabulary.
         """
         sequence = self._unfinished(request_id)
-        if not sequence.completion.tokens:
-            raise RequestError(f"request {request_id} has generated nothing yet")
-        sequence.tokens[-1] = sequence.completion.tokens[-1] = token
+        if not 0 <= last_token < self._model.vocab_size:
+            raise RequestError(f"token id {last_token} is outside the vocabulary")
+        sequence.tokens[-1] = sequence.completion.tokens[-1] = last_token
+        sequence.paused = False
 
     def abort(self, request_id: int) -> None:
         """Ends a request in any state; one that has ended stays as it is.
@@ -327,9 +333,11 @@ class Engine:
         return sequence
 
     def _unfinished(self, request_id: int) -> Sequence:
-        if request_id not in self._sequences:
-            raise RequestError(f"no request {request_id} is unfinished")
-        return self._sequences[request_id]
+        """An unfinished request that has generated a token."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.completion.tokens:
+            raise RequestError(f"request {request_id} has ended, or has no token yet")
+        return sequence
 
     def _submit_or_refuse(self, request: Request) -> Completion:
         try:
@@ -395,6 +403,7 @@ class Engine:
         if completion.first_token_seconds is None:
             completion.first_token_seconds = time.perf_counter() - sequence.submitted
         sequence.append(token)
+        sequence.paused = sequence.stepwise
         self.metrics.generated_tokens += 1
         if n is not None:
             top_tokens = sampled.top_tokens[row, :n].tolist()

@@ -101,9 +101,13 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         self._add_decoding(draft)
         for sequence in [s for s in self.running if not s.is_decoding]:
-            if sequence.row is not None and draft.budget:
+            if sequence.row is not None and draft.budget and not sequence.paused:
                 self._add_running(sequence, min(sequence.num_uncomputed, draft.budget), draft)
         if self.num_preemptions == num_preemptions:  # whoever had to go would only come back
+            self._admit(draft)
+        if not draft.shares and self.waiting:  # for the rows and pages of those that are paused
+            for sequence in [s for s in self.running if s.paused]:
+                self._preempt(sequence, draft)
             self._admit(draft)
         return self._finished(draft)
 
@@ -168,7 +172,7 @@ class Scheduler:
             if not draft.budget or len(self.running) >= self._max_sequences:
                 return
             if not self._must_wait(sequence) and not self._start(sequence, draft):
-                return
+                break
 
     def _start(self, sequence: Sequence, draft: "_Draft") -> bool:
         """Gives a waiting sequence a row and its share of the step; False where pages lack."""
@@ -211,7 +215,10 @@ class Scheduler:
             )
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is about to compute what this one could share."""
+        """Whether a running sequence is about to compute what this one could share, or it is
+        paused."""
+        if sequence.paused:
+            return True
         parent = sequence.fork_of
         if parent is not None and not parent.is_finished:
             if parent.row is None and not parent.was_preempted:

@@ -31,6 +31,8 @@ class Sequence:
       row: of the page tables; None while it waits.
       num_computed: tokens with K and V in the row's pages.
       sources: in each group the page to copy onto the row's next one, before the next step.
+      stepwise: it pauses after each token.
+      paused: it takes no part in steps until it is resumed.
       was_preempted: it had to give its row up, and goes before those that have not started.
       arrival: see `WaitingQueue`.
     """
@@ -48,6 +50,8 @@ class Sequence:
     row: int | None = None
     num_computed: int = 0
     sources: tuple[int, ...] = ()
+    stepwise: bool = False
+    paused: bool = False
     was_preempted: bool = False
     arrival: int = 0
 
@@ -63,8 +67,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """One token is left to compute, the last one."""
-        return self.num_computed + 1 == len(self.tokens)
+        """One token is left to compute, the last one, and it may be."""
+        return self.num_computed + 1 == len(self.tokens) and not self.paused
 
     @property
     def is_finished(self) -> bool:

@@ -10,14 +10,14 @@ A hit is token-exact: whole pages are shared, and of one more page the matching 
 copied. What is compared is token ids, never a hash. The index itself holds no page: it marks pages
 as kept (`pool`), and those that no sequence holds may be evicted.
 
-A sliding group keeps pages wherever sequences had them, and lets go first what is behind the window
-of every node's end: a later sequence goes on from an end. Not here: sequences (`tables`).
+A hit is as long as every layer group can serve. Not here: what sliding groups keep (`sliding`),
+which leaf is evicted first (`policies`), sequences (`tables`).
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxkv.prefix.events import Event, EventLog, StoredPage
 from jaxkv.prefix.node import (
@@ -30,10 +30,10 @@ from jaxkv.prefix.node import (
 )
 from jaxkv.prefix.policies import LRU, EvictionPolicy
 from jaxkv.prefix.pool import PagePool
+from jaxkv.prefix.sliding import SlidingGroups
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """What the index has of a prompt.
 
     Attributes:
@@ -106,18 +106,16 @@ class PrefixIndex:
         self.windows = tuple(windows) if windows is not None else (None,) * len(self.pools)
         self.roots: dict[Namespace, Root] = {}
         self.counters = IndexCounters()
-        # Of each sliding group the nodes that may have pages behind their end's window.
-        self._behind: dict[int, OrderedDict[Node, None]] = {
-            g: OrderedDict() for g, window in enumerate(self.windows) if window is not None
-        }
         self._policy = policy or LRU()
         self._log = None if events is None else EventLog(events, page_size)
+        self._sliding = SlidingGroups(self.pools, self.windows, page_size, self._log)
+        self._slides = bool(self._sliding.windows)
         self.clock = clock
 
     def probe(self, tokens: bytes, namespace: Namespace) -> int:
         """How many of `tokens` (packed) a match would find; changes nothing, LRU order included."""
         path, depth = self._walk(namespace, tokens)
-        return self._usable(path, depth)[0] if self._behind else depth
+        return self._usable(path, depth)[0] if self._slides else depth
 
     def match(self, tokens: bytes, namespace: Namespace, *, priority: int = 0) -> Match:
         """Finds the longest prefix of `tokens` (packed) that is here, and holds its pages.
@@ -140,18 +138,16 @@ class PrefixIndex:
             path.pop()  # the insert that follows splits it, and touches what is in use
         self._touch(path, priority)
         whole, rest = divmod(num_tokens, self.page_size)
-        pages, sources = [], []
-        for g, (pool, ids) in enumerate(zip(self.pools, joined, strict=True)):
-            sources.append(ids[whole] if rest else 0)
+        sources = tuple([ids[whole] if rest else 0 for ids in joined])
+        for g, ids in enumerate(joined):
             del ids[whole:]
-            first = self._first_needed(g, num_tokens)
-            if first:
-                ids[:first] = [0] * first
-                pool.share(ids[first:])
+            if self.windows[g] is None:
+                self.pools[g].share(ids)
             else:
-                pool.share(ids)
-            pages.append(ids)
-        return Match(num_tokens, tuple(pages), tuple(sources))
+                first = self._sliding.first_needed(g, num_tokens)
+                ids[:first] = [0] * first
+                self.pools[g].share(ids[first:])
+        return Match(num_tokens, tuple(joined), sources)
 
     def insert(
         self,
@@ -189,8 +185,8 @@ class PrefixIndex:
             if leaf is not top:
                 path.append(leaf)
         self._touch(path, priority)
-        for queue in self._behind.values():
-            queue.update(dict.fromkeys(path))
+        if self._slides:
+            self._sliding.enter(path)
         return own
 
     def evict(self, group: int, num_pages: int) -> int:
@@ -200,8 +196,8 @@ class PrefixIndex:
           How many became free.
         """
         pool, freed = self.pools[group], 0
-        if group in self._behind:
-            freed = self._evict_behind(group, num_pages)
+        if self.windows[group] is not None:
+            freed = self._sliding.evict_behind(group, num_pages)
         while freed < num_pages and pool.num_cached:
             node = self._policy.victim()
             if node is None:
@@ -211,9 +207,9 @@ class PrefixIndex:
                 self._policy.defer(node)
             freed += given
         self._policy.resume()
-        if freed < num_pages and group in self._behind:  # above pages in use no leaf can give
-            for _, node in self.nodes():
-                freed += self._let_go(node, group, node.num_pages, num_pages - freed)[0]
+        if freed < num_pages and self.windows[group] is not None:
+            for _, node in self.nodes():  # above pages in use, where no leaf can give
+                freed += self._sliding.let_go(node, group, node.num_pages, num_pages - freed)[0]
         return freed
 
     def reset(self) -> None:
@@ -275,30 +271,7 @@ class PrefixIndex:
                 node = _first_child(node)
             for g, ids in enumerate(joined):
                 ids.append(node.pages[g][0])
-        before = -1
-        while self._behind and depth != before:
-            before = depth
-            for g in self._behind:
-                depth = self._reach(g, joined[g], depth)
-        return depth, joined
-
-    def _reach(self, group: int, ids: list[int], length: int) -> int:
-        """The longest prefix, up to `length`, after which a sliding group has all that it sees."""
-        P = self.page_size
-        while length:
-            first, end = self._first_needed(group, length), -(-length // P)
-            gap = next((k for k in range(end - 1, first - 1, -1) if not ids[k]), None)
-            if gap is None:
-                return length
-            while gap and not ids[gap - 1]:
-                gap -= 1
-            length = gap * P
-        return 0
-
-    def _first_needed(self, group: int, length: int) -> int:
-        """First logical page that the token at position `length` sees in a group."""
-        window = self.windows[group]
-        return 0 if window is None else max(0, length - window + 1) // self.page_size
+        return self._sliding.usable(joined, depth) if self._slides else depth, joined
 
     def _touch(self, path: list[Node], priority: int) -> None:
         now = self.clock()
@@ -326,23 +299,9 @@ class PrefixIndex:
             pool.share([b for _, b in taken])
             pool.release([a for a, _ in taken])
             lost = {k: a for k, (a, b) in enumerate(pairs) if a and not b}
-            pool.keep(list(lost.values()))
-            for node in path if lost else ():
-                self._restore(node, g, lost)
+            if lost:
+                self._sliding.take_back(path, g, lost)
             own[g] = [b if a and b else a for a, b in pairs] + own[g][cut:]
-
-    def _restore(self, node: Node, group: int, lost: dict[int, int]) -> None:
-        """Puts pages, by their logical number, into a node where they belong to it."""
-        first = node.start // self.page_size
-        here = {k - first: ids for k, ids in lost.items() if first <= k < first + node.num_pages}
-        if here:
-            self._set_pages(node, group, here)
-
-    def _set_pages(self, node: Node, group: int, changes: dict[int, int]) -> None:
-        for place, page in changes.items():
-            node.pages[group][place] = page
-        if self._log:
-            self._log.changed(node, changes)
 
     def _grow(self, top: Node, tokens: bytes, rest: list[list[int]]) -> Node:
         """Adds the tokens after `top` with their pages `rest`; returns the node that has them."""
@@ -350,29 +309,30 @@ class PrefixIndex:
         whole = start // self.page_size - top.start // self.page_size
         if top.num_pages > whole:  # partly filled; the first of `rest` has its tokens too
             self._drop_pages(top, whole)
-        for pool, ids in zip(self.pools, rest, strict=True):
-            pool.keep([page for page in ids if page] if self._behind else ids)
+        for g, pool in enumerate(self.pools):
+            pool.keep([page for page in rest[g] if page] if self._slides else rest[g])
         self.counters.stored_pages += len(rest[0])
-        if top.children or top.parent is None or self._behind:
+        if top.children or top.parent is None or self._slides:
             # Where a window slides, an end stays an end: the pages behind it are kept for a replay.
             leaf = Node(top, start, tokens[start * TOKEN :], rest)
             leaf.born = self.clock()
             top.children[leaf.key] = leaf
             return leaf
         top.tokens += tokens[start * TOKEN :]
-        for own, ids in zip(top.pages, rest, strict=True):
-            own += ids
+        top.end = len(tokens) // TOKEN
+        for g, ids in enumerate(rest):
+            top.pages[g] += ids
         return top
 
     def _drop_pages(self, node: Node, keep: int) -> None:
         """Lets go of a node's pages but for the first `keep`."""
         self.counters.evicted_pages += node.num_pages - keep
-        if self._log:
+        if self._log is not None:
             self._log.evicted(node, keep)
-        for pool, ids in zip(self.pools, node.pages, strict=True):
+        for g, ids in enumerate(node.pages):
             gone = ids[keep:]
+            self.pools[g].drop([page for page in gone if page] if self._slides else gone)
             del ids[keep:]
-            pool.drop([page for page in gone if page] if self._behind else gone)
 
     def _truncate(self, leaf: Node, keep: int) -> None:
         """Lets go of a leaf's pages but for the first `keep`, and of the tokens in them.
@@ -385,13 +345,12 @@ class PrefixIndex:
         end = (leaf.start // self.page_size + keep) * self.page_size
         while node.parent is not None and not node.children and end < node.end:
             if end > node.start:
-                node.tokens = node.tokens[: (end - node.start) * TOKEN]
+                node.tokens, node.end = node.tokens[: (end - node.start) * TOKEN], end
                 break
             parent = node.parent
             del parent.children[node.key]
             self._policy.forget(node)
-            for queue in self._behind.values():
-                queue.pop(node, None)
+            self._sliding.forget(node)
             node.parent = None
             node, end = parent, parent.end // self.page_size * self.page_size
         if isinstance(node, Root) and not node.children:
@@ -399,13 +358,13 @@ class PrefixIndex:
 
     def _evict_tail(self, leaf: Node, group: int, num_pages: int) -> int:
         """Truncates a leaf until `num_pages` of a group are free, or what is left is held."""
-        most = leaf.num_pages if self._behind else min(num_pages, leaf.num_pages)
-        for pool, ids in zip(self.pools, leaf.pages, strict=True):
-            most = pool.unheld_tail(ids, most)
+        most = leaf.num_pages if self._slides else min(num_pages, leaf.num_pages)
+        for g, ids in enumerate(leaf.pages):
+            most = self.pools[g].unheld_tail(ids, most)
             if not most:
                 return 0
         freed = most
-        if self._behind:
+        if self._slides:
             tail = leaf.pages[group][-most:]
             there = [place for place, page in enumerate(tail) if page][-num_pages:]
             if not there:
@@ -413,38 +372,6 @@ class PrefixIndex:
             freed, most = len(there), most - there[0]
         self._truncate(leaf, leaf.num_pages - most)
         return freed
-
-    def _evict_behind(self, group: int, num_pages: int) -> int:
-        """Lets pages of a sliding group go that are behind the window of their node's end."""
-        queue, window, freed = self._behind[group], self.windows[group], 0
-        assert window is not None
-        for _ in range(len(queue)):
-            if freed == num_pages:
-                break
-            node = next(iter(queue))
-            behind = (node.end - window) // self.page_size - node.start // self.page_size
-            gone, held = self._let_go(node, group, behind, num_pages - freed)
-            freed += gone
-            if held:
-                queue.move_to_end(node)
-            elif freed < num_pages:
-                del queue[node]
-        return freed
-
-    def _let_go(self, node: Node, group: int, behind: int, num_pages: int) -> tuple[int, bool]:
-        """Lets at most `num_pages` of a node's first `behind` pages in a sliding group go.
-
-        Returns:
-          How many went, and whether others are held.
-        """
-        pool, ids = self.pools[group], node.pages[group][: max(0, behind)]
-        there = [place for place, page in enumerate(ids) if page]
-        places = [place for place in there if not pool.is_held(ids[place])]
-        gone = places[:num_pages]
-        if gone:
-            pool.drop([ids[place] for place in gone])
-            self._set_pages(node, group, dict.fromkeys(gone, 0))
-        return len(gone), len(places) < len(there)
 
 
 def _joined(path: list[Node], group: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxkv.prefix.index import PrefixIndex
-from jaxkv.prefix.node import Node
+from jaxkv.prefix.node import TOKEN, Node
 from jaxkv.prefix.tables import PageTables
 
 
@@ -58,6 +58,8 @@ def _check_node(index: PrefixIndex, node: Node, kept: list[Counter[int]]) -> Non
     P, parent, where = index.page_size, node.parent, f"node at {node.start} to {node.end}"
     if parent is None or parent.children.get(node.key) is not node:
         raise ValueError(f"{where}: parent and child do not know each other")
+    if node.end != node.start + len(node.tokens) // TOKEN:
+        raise ValueError(f"{where}: has {len(node.tokens) // TOKEN} tokens")
     if node.start != parent.end or not node.tokens:
         raise ValueError(f"{where}: does not go on from {parent.end}")
     partly = node.end % P and not node.children

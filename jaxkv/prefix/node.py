@@ -56,7 +56,8 @@ class Node:
 
     Attributes:
       parent: None for a root, or once the node is gone.
-      start: position of its first token in the sequences that it is part of.
+      start, end: position of its first token in the sequences that it is part of, and the
+        position after its last.
       tokens: packed.
       pages: in each layer group its page ids; 0 where a sliding group has let one go.
       numbers: of its pages in the stream of events; empty where nobody listens.
@@ -69,6 +70,7 @@ class Node:
     __slots__ = (
         "born",
         "children",
+        "end",
         "hits",
         "numbers",
         "pages",
@@ -82,6 +84,7 @@ class Node:
     def __init__(self, parent: "Node | None", start: int, tokens: bytes, pages: list[list[int]]):
         self.parent = parent
         self.start = start
+        self.end = start + len(tokens) // TOKEN
         self.tokens = tokens
         self.pages = pages
         self.numbers: list[int] = []
@@ -89,11 +92,6 @@ class Node:
         self.hits = 0
         self.priority = 0
         self.born = self.used = 0.0
-
-    @property
-    def end(self) -> int:
-        """Position after its last token."""
-        return self.start + len(self.tokens) // TOKEN
 
     @property
     def num_pages(self) -> int:

@@ -142,18 +142,25 @@ class LFU(Ranked):
     def __init__(self) -> None:
         self._floor = 0.0
         self._count: dict[Node, float] = {}
-        super().__init__(lambda node: (self._count.get(node, 0.0), node.used))
+        super().__init__(lambda node: (self._known(node), node.used))
 
     def touch(self, path: Sequence[Node]) -> None:
         """See EvictionPolicy."""
         for node in path:
-            self._count[node] = max(self._count.get(node, 0.0), self._floor) + 1
+            # The upper part of a node that was split has been used as often as the lower one.
+            before = self._count.get(node) or max(
+                map(self._known, node.children.values()), default=0
+            )
+            self._count[node] = max(before, self._floor) + 1
         super().touch(path)
 
     def forget(self, node: Node) -> None:
         """See EvictionPolicy."""
         self._floor = max(self._floor, self._count.pop(node, 0.0))
         super().forget(node)
+
+    def _known(self, node: Node) -> float:
+        return self._count.get(node, 0.0)
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {

@@ -5,6 +5,7 @@ One row a sequence in each layer group, in arrays that a step can take rows of. 
     open      an empty row
     match     its first pages are those that the index has of its prompt
     grow      pages for more tokens; cached ones are evicted where the free ones run out
+              (`grow_lacking` for a batch)
     publish   its pages become known to the index
     trim      a sliding group's pages behind the window go back
     close     everything goes back; the one release point of a sequence
@@ -62,6 +63,7 @@ class PageTables:
         self.page_size = page_size
         self.pages = tuple(np.zeros((max_sequences, max_pages), np.int32) for _ in pools)
         self.num_pages = np.zeros(max_sequences, np.int64)
+        self._max_pages = max_pages
         self._index = index
         self._pins = pins
         # What each row holds once more, as lists, in which the books are kept; None where closed.
@@ -107,8 +109,8 @@ class PageTables:
             return 0, (0,) * len(self.pools)
         match = self._index.match(tokens, namespace, priority=priority)
         held[:] = match.pages
-        for table, ids in zip(self.pages, held, strict=True):
-            table[row, : len(ids)] = ids
+        for g, ids in enumerate(held):
+            self.pages[g][row, : len(ids)] = ids
         for g in self._windows:
             self._first[g][row] = held[g].count(0)
         self.num_pages[row] = len(held[0])
@@ -117,6 +119,33 @@ class PageTables:
     def lacking(self, rows: Rows, num_tokens: Lengths) -> Rows:
         """Places in `rows` whose row has no slot yet for its number of tokens."""
         return (num_tokens > self.num_pages[rows] * self.page_size).nonzero()[0]
+
+    def grow_lacking(self, rows: Rows, num_tokens: Lengths) -> Rows:
+        """Gives a page to each row that lacks a slot for its next token, to all or to none.
+
+        A decode step's way: at once what `grow` does row by row.
+
+        Returns:
+          Places in `rows` that lack a slot still: none of them, or all where pages run out.
+        """
+        lacking = self.lacking(rows, num_tokens)
+        if not len(lacking):
+            return lacking
+        chosen = rows[lacking]
+        places = self.num_pages[chosen]
+        try:
+            for g, pool in enumerate(self.pools):
+                if len(chosen) > pool.num_free:
+                    self._make_free(g, len(chosen))
+        except OutOfPages:
+            return lacking
+        for g, pool in enumerate(self.pools):
+            taken = pool.acquire(len(chosen))
+            self.pages[g][chosen, places] = taken
+            for row, page in zip(chosen.tolist(), taken, strict=True):
+                self._held_by(row)[g].append(page)
+        self.num_pages[chosen] = places + 1
+        return lacking[:0]
 
     def grow(self, row: int, num_tokens: int) -> None:
         """Takes pages until a row has a slot for each of its tokens, in every group or in none.
@@ -130,16 +159,16 @@ class PageTables:
         num_new = after - before
         if num_new <= 0:
             return
-        if after > self.pages[0].shape[1]:
+        if after > self._max_pages:
             raise ValueError(
-                f"{num_tokens} tokens need {after} pages; a table row has {self.pages[0].shape[1]}"
+                f"{num_tokens} tokens need {after} pages; a table row has {self._max_pages}"
             )
         for g, pool in enumerate(self.pools):
             if num_new > pool.num_free:
                 self._make_free(g, num_new)
-        for pool, table, ids in zip(self.pools, self.pages, held, strict=True):
-            taken = pool.acquire(num_new)
-            table[row, before:after] = taken
+        for g, ids in enumerate(held):
+            taken = self.pools[g].acquire(num_new)
+            self.pages[g][row, before:after] = taken
             ids += taken
         self.num_pages[row] = after
 
@@ -154,10 +183,10 @@ class PageTables:
         end = -(-len(tokens) // (TOKEN * self.page_size))
         before = [ids[:end] for ids in held]
         after = self._index.insert(tokens, before, namespace, priority=priority)
-        for table, ids, old, new in zip(self.pages, held, before, after, strict=True):
-            if new is not old:
-                ids[:end] = new
-                table[row, :end] = new
+        for g, ids in enumerate(after):
+            if ids is not before[g]:
+                held[g][:end] = ids
+                self.pages[g][row, :end] = ids
 
     def trim(self, rows: Rows, num_tokens: Lengths) -> None:
         """Gives back what the next token of each row, at position `num_tokens`, no longer sees."""
@@ -214,9 +243,9 @@ class PageTables:
           ValueError: the row is closed.
         """
         held = self._held_by(row)
-        for pool, table, ids in zip(self.pools, self.pages, held, strict=True):
-            pool.release([page for page in ids if page] if self._windows else ids)
-            table[row, : len(ids)] = 0
+        for g, ids in enumerate(held):
+            self.pools[g].release([page for page in ids if page] if self._windows else ids)
+            self.pages[g][row, : len(ids)] = 0
         for first in self._first.values():
             first[row] = 0
         self.num_pages[row] = 0

@@ -1,4 +1,4 @@
-"""The page pool against a plain count of holders, and every misuse refused whole."""
+"""The page pool against a plain record of every page, and every misuse refused whole."""
 
 import subprocess
 import sys
@@ -10,23 +10,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jaxkv.prefix import OutOfPages, PagePool
 
-ANY_PAGES = st.lists(st.integers(-2, 12), max_size=6)
+ANY_PAGES = st.lists(st.integers(-12, 12), max_size=6)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any calls, sound or not, against `{page: holders}`."""
+    """Any calls, sound or not, against `{page: [kept, holders]}`, a page at a time."""
 
     @initialize(num_pages=st.integers(2, 10))
     def make(self, num_pages: int):
         self.pool = PagePool(num_pages)
-        self.holders = dict.fromkeys(range(1, num_pages), 0)
-
-    def sound(self, pages: list[int]) -> bool:
-        return all(self.holders.get(page, 0) > 0 for page in pages)
+        self.pages = {page: [0, 0] for page in range(1, num_pages)}
 
     @rule(n=st.integers(0, 12))
     def acquire(self, n: int):
-        free = {page for page, count in self.holders.items() if count == 0}
+        free = {page for page, state in self.pages.items() if state == [0, 0]}
         if n > len(free):
             with pytest.raises(OutOfPages, match=f"{n} pages asked for, {len(free)} of"):
                 self.pool.acquire(n)
@@ -34,41 +31,49 @@ class PoolMachine(RuleBasedStateMachine):
         pages = self.pool.acquire(n)
         assert len(set(pages)) == n
         assert set(pages) <= free
-        self.holders |= dict.fromkeys(pages, 1)
+        self.pages |= {page: [0, 1] for page in pages}
 
     @rule(pages=ANY_PAGES)
     def share(self, pages: list[int]):
-        if not self.sound(pages):
-            with pytest.raises(ValueError, match="page"):
-                self.pool.share(pages)
-            return
-        self.pool.share(pages)
-        for page in pages:
-            self.holders[page] += 1
+        self.change(self.pool.share, pages, lambda kept, held: kept or held, (0, 1))
 
     @rule(pages=ANY_PAGES)
     def release(self, pages: list[int]):
-        if any(pages.count(page) > self.holders.get(page, 0) for page in pages):
-            with pytest.raises(ValueError, match="page"):
-                self.pool.release(pages)
-            return
-        self.pool.release(iter(pages))
+        self.change(self.pool.release, pages, lambda kept, held: held, (0, -1))
+
+    @rule(pages=ANY_PAGES)
+    def keep(self, pages: list[int]):
+        self.change(self.pool.keep, pages, lambda kept, held: held and not kept, (1, 0))
+
+    @rule(pages=ANY_PAGES)
+    def drop(self, pages: list[int]):
+        self.change(self.pool.drop, pages, lambda kept, held: kept, (-1, 0))
+
+    def change(self, call, pages: list[int], allowed, by: tuple[int, int]):
+        after = {page: list(state) for page, state in self.pages.items()}
         for page in pages:
-            self.holders[page] -= 1
+            if page not in after or not allowed(*after[page]):
+                with pytest.raises(ValueError, match="page"):
+                    call(pages)
+                return
+            after[page] = [after[page][0] + by[0], after[page][1] + by[1]]
+        call(pages)
+        self.pages = after
 
     @invariant()
     def pages_are_conserved(self):
         if not hasattr(self, "pool"):
             return
         self.pool.check_integrity()
-        held = sum(count > 0 for count in self.holders.values())
-        assert self.pool.num_held == held
-        assert self.pool.num_free + held == self.pool.capacity == len(self.holders)
-        assert {page: self.pool.count(page) for page in self.holders} == self.holders
+        held = sum(holders > 0 for _, holders in self.pages.values())
+        cached = sum(state == [1, 0] for state in self.pages.values())
+        assert (self.pool.num_held, self.pool.num_cached) == (held, cached)
+        assert self.pool.num_free + cached + held == self.pool.capacity == len(self.pages)
+        assert {page: list(self.pool.state(page)) for page in self.pages} == self.pages
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,8 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
         pytest.param([0], "page 0 is the null page", id="null"),
         pytest.param([99], "no page 99: ids are 1 to 7", id="unknown"),
         pytest.param([-1], "no page -1", id="negative"),
-        pytest.param([6], "page 6 is free", id="free"),
+        pytest.param([-7], "no page -7", id="negative, as if from the end"),
+        pytest.param([6], "page 6 is released more often than it is held", id="free"),
         pytest.param([1, 2, 1], "page 1 is released more often than it is held", id="duplicate"),
         pytest.param([2, 3, 3, 3], "page 3 is released more often", id="more than shared"),
         pytest.param([1, 2, 0], "page 0 is the null page", id="null at the end"),
@@ -89,18 +95,23 @@ def test_a_release_that_is_partly_wrong_changes_nothing(pages, message):
     pool.share([3])
     with pytest.raises(ValueError, match=message):
         pool.release(pages)
-    assert [pool.count(page) for page in range(1, 8)] == [1, 1, 2, 0, 0, 0, 0]
+    assert [pool.state(page)[1] for page in range(1, 8)] == [1, 1, 2, 0, 0, 0, 0]
     assert pool.num_free == 4
     pool.check_integrity()
 
 
 @pytest.mark.parametrize("pages", [[1, 0], [1, 6], [1, 99]], ids=["null", "free", "unknown"])
-def test_sharing_that_is_partly_wrong_changes_nothing(pages):
+@pytest.mark.parametrize("call", ["share", "keep", "drop"])
+def test_a_call_that_is_partly_wrong_changes_nothing(call, pages):
     pool = PagePool(8)
     pool.acquire(2)
+    if call == "drop":
+        pool.keep([1, 2])
+    before = [pool.state(page) for page in range(1, 8)]
     with pytest.raises(ValueError, match=f"page {pages[1]}"):
-        pool.share(pages)
-    assert pool.count(1) == 1
+        getattr(pool, call)(pages)
+    assert [pool.state(page) for page in range(1, 8)] == before
+    pool.check_integrity()
 
 
 def test_a_page_released_as_often_as_it_is_held_in_one_call_is_free_once():
@@ -125,8 +136,21 @@ def test_a_double_free_is_refused():
     pool = PagePool(4)
     pages = pool.acquire(2)
     pool.release(pages)
-    with pytest.raises(ValueError, match=f"page {pages[0]} is free"):
+    with pytest.raises(ValueError, match=f"page {pages[0]} is released more often"):
         pool.release(pages)
+
+
+def test_a_kept_page_is_cached_once_nobody_holds_it_and_free_once_it_is_dropped():
+    pool = PagePool(4)
+    pages = pool.acquire(2)
+    pool.keep(pages)
+    pool.release(pages)
+    assert (pool.num_free, pool.num_cached, pool.num_held) == (1, 2, 0)
+    pool.share(pages[:1])
+    assert (pool.num_free, pool.num_cached, pool.num_held) == (1, 1, 1)
+    pool.drop(pages)
+    assert (pool.num_free, pool.num_cached, pool.num_held) == (2, 0, 1)
+    assert pool.unheld_tail([*pages, 3], 9) == 2
 
 
 def test_a_pool_needs_a_page_beside_the_null_page():
@@ -139,14 +163,21 @@ def test_a_negative_number_of_pages_is_refused():
         PagePool(4).acquire(-1)
 
 
+@pytest.mark.parametrize("page", [0, 4, -1])
+def test_the_state_of_what_is_no_page_is_refused(page):
+    with pytest.raises(ValueError, match=f"page {page}"):
+        PagePool(4).state(page)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         pytest.param(lambda pool: pool._free.append(1), id="a held page in the free list"),
         pytest.param(lambda pool: pool._free.pop(), id="a page in neither"),
         pytest.param(lambda pool: pool._free.append(pool._free[0]), id="a page listed twice"),
-        pytest.param(lambda pool: pool._counts.__setitem__(0, 1), id="the null page held"),
-        pytest.param(lambda pool: pool._counts.__setitem__(1, -1), id="a negative count"),
+        pytest.param(lambda pool: pool._state.__setitem__(0, 1), id="the null page held"),
+        pytest.param(lambda pool: pool._state.__setitem__(1, -1), id="a negative count"),
+        pytest.param(lambda pool: setattr(pool, "num_cached", 1), id="a wrong counter"),
     ],
 )
 def test_the_integrity_check_finds_damage(damage):
@@ -154,7 +185,7 @@ def test_the_integrity_check_finds_damage(damage):
     pool.acquire(2)
     pool.check_integrity()
     damage(pool)
-    with pytest.raises(ValueError, match=r"free list|null page"):
+    with pytest.raises(ValueError, match=r"free list|null page|num_cached"):
         pool.check_integrity()
 
 

@@ -1,0 +1,374 @@
+"""The golden rule with a prefix index: what is cached, shared, evicted, forked changes nothing."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+
+from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError, beam_search
+from jaxkv.engine.scheduler import _Draft
+from jaxkv.prefix import Namespace, pack
+from jaxkv.prefix.events import replay
+from models.loading import load_model
+from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
+
+NEW = 6
+SYSTEM, *USERS = random_prompts(37, 5, 11, 3, 20, 1, 9, seed=3)
+Disturb = Callable[[Engine, int], None]
+
+
+def talk(engine: Engine, disturb: Disturb | None = None, **options) -> list[Completion]:
+    """Three conversations of two turns with one system prompt, a turn of all served together."""
+    histories, done, steps = [SYSTEM] * 3, [], count()
+    for turn in (USERS[:3], USERS[3:6]):
+        histories = [h + user for h, user in zip(histories, turn, strict=True)]
+        requests = [Request(prompt=h, max_new_tokens=NEW, **options) for h in histories]
+        completions = [engine.submit(request) for request in requests]
+        while engine.has_work:
+            if disturb:
+                disturb(engine, next(steps))
+            engine.step()
+        histories = [h + tuple(c.tokens) for h, c in zip(histories, completions, strict=True)]
+        done += completions
+    return done
+
+
+def preempt_at(step: int) -> Disturb:
+    """Takes the rows of all running sequences away before one step."""
+
+    def disturb(engine: Engine, number: int) -> None:
+        if number == step:
+            for sequence in reversed(engine._scheduler.running):
+                engine._scheduler._preempt(sequence, _Draft(0))
+
+    return disturb
+
+
+def evict_always(engine: Engine, number: int) -> None:
+    """Lets a part of what is cached go before each step."""
+    if engine.index is not None:
+        for group in range(len(engine.pools)):
+            engine.index.evict(group, 1 + number % 3)
+
+
+def preempt_and_evict(engine: Engine, number: int) -> None:
+    preempt_at(number - number % 3)(engine, number)
+    evict_always(engine, number)
+
+
+DISTURBANCES = {
+    "quiet": None,
+    "evicted": evict_always,
+    "preempted and evicted": preempt_and_evict,
+    **{f"preempted at {step}": preempt_at(step) for step in range(20)},
+}
+CONFIGS = [
+    pytest.param(dict(page_size=8), id="8"),
+    pytest.param(dict(page_size=16, token_budget=16), id="16, chunks"),
+    pytest.param(dict(page_size=24, max_sequences=2), id="24, two at a time"),
+    pytest.param(dict(page_size=64, scheduling="fcfs", eviction="lfu"), id="64, fcfs, lfu"),
+    pytest.param(dict(page_size=128, prefix_cache=False), id="128, no index"),
+]
+
+
+def naive(tiny: Tiny) -> Iterator[list[int]]:
+    """The tokens of `talk`, each after a recompute of all that came before."""
+    histories = [SYSTEM] * 3
+    for turn in (USERS[:3], USERS[3:6]):
+        histories = [h + user for h, user in zip(histories, turn, strict=True)]
+        answers = [tiny.greedy(history, NEW) for history in histories]
+        yield from answers
+        histories = [h + tuple(a) for h, a in zip(histories, answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def plain_bits(tiny: Tiny) -> list[np.ndarray]:
+    """Logits of `talk` without an index, undisturbed."""
+    engine = tiny.engine(deterministic=True, prefix_cache=False)
+    return logit_bits(talk(engine, keep_logits=True))
+
+
+def logit_bits(completions: list[Completion]) -> list[np.ndarray]:
+    return [np.stack(completion.logits).view(np.uint32) for completion in completions]
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_nothing_that_is_cached_or_lost_changes_a_token(tiny: Tiny, config, disturb):
+    completions = talk(tiny.engine(**config), disturb)
+    assert [completion.tokens for completion in completions] == list(naive(tiny))
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_nothing_that_is_cached_or_lost_changes_a_bit(tiny: Tiny, plain_bits, config, disturb):
+    engine = tiny.engine(deterministic=True, **config)
+    for got, want in zip(
+        logit_bits(talk(engine, disturb, keep_logits=True)), plain_bits, strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [
+        ("smollm2", 64),
+        ("gemma3", 16),
+        pytest.param("smollm2", 8, marks=pytest.mark.slow),
+        pytest.param("gemma3", 128, marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_model_answers_from_its_cache_with_the_same_bits(request, name, page_size):
+    """Conversations longer than Gemma's window of 512, with pages that come and go."""
+    model = load_model(str(request.getfixturevalue(f"{name}_path"))).model
+    rng = np.random.default_rng(5)
+    system = tuple(rng.integers(100, 20_000, 530).tolist())
+    users = [tuple(rng.integers(100, 20_000, n).tolist()) for n in (7, 40, 13, 25)]
+
+    def answers(*, prefix_cache: bool, disturb: Disturb | None) -> tuple[Engine, list[np.ndarray]]:
+        engine = Engine(
+            model,
+            EngineConfig(
+                deterministic=True,
+                max_sequences=2,
+                max_length=768,
+                page_size=page_size,
+                prefix_cache=prefix_cache,
+            ),
+        )
+        histories, bits, steps = [system] * 2, [], count()
+        for turn in (users[:2], users[2:]):
+            histories = [h + user for h, user in zip(histories, turn, strict=True)]
+            done = [
+                engine.submit(Request(prompt=h, max_new_tokens=4, keep_logits=True))
+                for h in histories
+            ]
+            while engine.has_work:
+                if disturb:
+                    disturb(engine, next(steps))
+                engine.step()
+            bits += logit_bits(done)
+            histories = [h + tuple(c.tokens) for h, c in zip(histories, done, strict=True)]
+        return engine, bits
+
+    _, want = answers(prefix_cache=False, disturb=None)
+    for disturb in (None, preempt_at(11)):
+        engine, got = answers(prefix_cache=True, disturb=disturb)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert engine.metrics.cached_tokens > 2 * len(system)
+
+
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_a_hit_is_token_exact_and_leaves_one_token_to_compute(tiny: Tiny, page_size):
+    engine = tiny.engine(page_size=page_size)
+    (prompt,) = random_prompts(53)
+    first = run(engine, Request(prompt=prompt, max_new_tokens=4))
+    assert (first.cached_tokens, first.computed_tokens) == (0, 53 + 3)
+    again = run(engine, Request(prompt=prompt, max_new_tokens=4))
+    assert again.tokens == first.tokens
+    assert (again.cached_tokens, again.computed_tokens) == (52, 1 + 3)
+    longer = prompt + tuple(first.tokens) + (5, 6)
+    turn = run(engine, Request(prompt=longer, max_new_tokens=4))
+    assert turn.cached_tokens == 53 + 3  # the last token of an answer is never computed
+    assert turn.tokens == tiny.greedy(longer, 4)
+    parted = run(engine, Request(prompt=prompt[:29] + (96,) * 9, max_new_tokens=2))
+    assert parted.cached_tokens == 29
+
+
+def test_equal_prompts_of_one_step_are_computed_once(tiny: Tiny):
+    engine = tiny.engine(page_size=8)
+    (prompt,) = random_prompts(60)
+    completions = engine.generate([Request(prompt=prompt, max_new_tokens=3)] * 4)
+    assert [c.tokens for c in completions] == [tiny.greedy(prompt, 3)] * 4
+    assert sorted(c.computed_tokens for c in completions) == [3, 3, 3, 62]
+    shared, tails = 7, 4  # whole pages of the prompt, and of each sequence the rest of it
+    assert engine.metrics.peak_kv_bytes <= sum(
+        (shared + 2 * tails) * engine.spec.bytes_per_page(g) for g in range(2)
+    )
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_n_answers_take_the_pages_of_one_prompt_and_their_tails(tiny: Tiny, prefix_cache):
+    engine = tiny.engine(page_size=8, prefix_cache=prefix_cache)
+    (prompt,) = random_prompts(61)
+    sampling = dict(temperature=1.0, seed=11)
+    asked = Request(prompt=prompt, max_new_tokens=8, n=4, sampling=_sampling(**sampling))
+    first = engine.submit(asked)
+    most_held = 0
+    while engine.has_work:
+        engine.step()
+        most_held = max(most_held, engine.held_pages[1])  # of the group without a window
+    whole, tails = 61 // 8, 4 * 2
+    assert most_held == whole + tails
+    answers = [first.tokens, *(sample.tokens for sample in first.samples)]
+    assert len({tuple(tokens) for tokens in answers}) > 1
+    for i, tokens in enumerate(answers):
+        alone = tiny.engine(prefix_cache=False)
+        one = Request(
+            prompt=prompt, max_new_tokens=8, sampling=_sampling(temperature=1.0, seed=11 + i)
+        )
+        assert run(alone, one).tokens == tokens
+    assert sum(c.computed_tokens for c in (first, *first.samples)) == 61 + 7 + 3 * (1 + 7)
+
+
+def _sampling(**options):
+    from jaxkv.engine import SamplingParams
+
+    return SamplingParams(**options)
+
+
+@pytest.mark.parametrize("config", [{}, dict(prefix_cache=False), dict(max_sequences=2)], ids=str)
+def test_beam_search_finds_what_a_search_over_full_recomputes_finds(tiny: Tiny, config):
+    (prompt,) = random_prompts(21, seed=8)
+    width, length = 3, 5
+
+    def logprobs(tokens: tuple[int, ...]) -> np.ndarray:
+        row = tiny.logits([*prompt, *tokens])[-1]
+        return row - np.log(np.exp(row - row.max()).sum()) - row.max()
+
+    beams = [((), 0.0)]
+    for _ in range(length):
+        grown = [
+            ((*tokens, t), score + float(p))
+            for tokens, score in beams
+            for t, p in enumerate(logprobs(tokens))
+        ]
+        beams = sorted(grown, key=lambda pair: -pair[1])[:width]
+    engine = tiny.engine(page_size=8, **config)
+    found = beam_search(engine, Request(prompt=prompt, max_new_tokens=length), width=width)
+    assert [beam.tokens for beam in found] == [tokens for tokens, _ in beams]
+    np.testing.assert_allclose([b.logprob for b in found], [s for _, s in beams], atol=1e-4)
+    assert not engine.has_work
+
+
+def test_beam_search_ends_beams_at_stop_ids(tiny: Tiny):
+    (prompt,) = random_prompts(21, seed=8)
+    best = tiny.greedy(prompt, 3)
+    asked = Request(prompt=prompt, max_new_tokens=6, stop_ids=frozenset([best[2]]))
+    found = beam_search(tiny.engine(), asked, width=2, length_penalty=0.0)
+    assert any(beam.finished and beam.tokens[-1] == best[2] for beam in found)
+    with pytest.raises(RequestError, match="width must be 1 to 10"):
+        beam_search(tiny.engine(), asked, width=11)
+
+
+@pytest.mark.parametrize(
+    "first, second, shared",
+    [
+        pytest.param({}, {}, True, id="bare"),
+        pytest.param(dict(cache_salt="a"), dict(cache_salt="a"), True, id="one salt"),
+        pytest.param(dict(cache_salt="a"), dict(cache_salt="b"), False, id="two salts"),
+        pytest.param(dict(cache_salt="a"), {}, False, id="salt and none"),
+        pytest.param(dict(adapter=("a", 1)), dict(cache_salt="a"), False, id="adapter and salt"),
+        pytest.param(dict(adapter=("a", 1)), dict(adapter=("a", 2)), False, id="two versions"),
+    ],
+)
+def test_prefixes_are_shared_within_a_namespace_alone(tiny: Tiny, first, second, shared):
+    engine = tiny.engine()
+    (prompt,) = random_prompts(40)
+    run(engine, Request(prompt=prompt, max_new_tokens=2, **first))
+    hit = run(engine, Request(prompt=prompt, max_new_tokens=2, **second)).cached_tokens
+    assert hit == (39 if shared else 0)
+
+
+def test_a_request_for_prompt_logprobs_computes_its_prompt_and_caches_it(tiny: Tiny):
+    engine = tiny.engine()
+    (prompt,) = random_prompts(40)
+    asked = Request(prompt=prompt, max_new_tokens=2, prompt_logprobs=True)
+    first, second = run(engine, asked), run(engine, asked)
+    assert second.cached_tokens == 0
+    assert second.prompt_logprobs is not None and first.prompt_logprobs is not None
+    np.testing.assert_allclose(second.prompt_logprobs[1:], first.prompt_logprobs[1:], atol=1e-5)
+    assert run(engine, Request(prompt=prompt, max_new_tokens=2)).cached_tokens == 39
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5])
+def test_an_abort_in_any_state_gives_everything_back(tiny: Tiny, steps):
+    engine = tiny.engine(token_budget=20, page_size=8)
+    prompts = random_prompts(50, 30)
+    completions = [engine.submit(Request(prompt=p, max_new_tokens=3, n=2)) for p in prompts]
+    for _ in range(steps):
+        engine.step()
+    for completion in completions:
+        for one in (completion, *completion.samples):
+            engine.abort(one.request_id)
+            engine.abort(one.request_id)
+    assert not engine.has_work and engine.held_pages == [0, 0]
+    engine.reset_cache()
+    assert [state.cached for state in engine.pool_states] == [0, 0]
+    assert all(
+        sum(state) == pool.capacity
+        for state, pool in zip(engine.pool_states, engine.pools, strict=True)
+    )
+
+
+def test_a_reset_is_refused_while_anything_runs(tiny: Tiny):
+    engine = tiny.engine()
+    engine.submit(Request(prompt=(1, 2, 3), max_new_tokens=4))
+    engine.step()
+    with pytest.raises(ValueError, match="pages are in use"):
+        engine.reset_cache()
+    while engine.has_work:
+        engine.step()
+    engine.reset_cache()
+
+
+def test_a_preempted_sequence_goes_on_from_what_is_still_cached_of_it(tiny: Tiny):
+    engine = tiny.engine(page_size=8)
+    (prompt,) = random_prompts(50)
+    completion = engine.submit(Request(prompt=prompt, max_new_tokens=8))
+    for number in count():
+        if not engine.has_work:
+            break
+        preempt_at(4)(engine, number)
+        engine.step()
+    assert completion.tokens == tiny.greedy(prompt, 8)
+    assert engine.metrics.num_preemptions == 1
+    assert completion.computed_tokens == 50 + 7  # all of it was still cached
+
+
+def test_pages_behind_the_window_go_back_while_a_sequence_runs(tiny: Tiny):
+    engine = tiny.engine(page_size=8, token_budget=16)
+    (prompt,) = random_prompts(200)
+    engine.submit(Request(prompt=prompt, max_new_tokens=4))
+    held = []
+    while engine.has_work:
+        engine.step()
+        held.append(engine.held_pages)
+    # A window of 12 and a chunk of 16 touch 5 pages of 8 at most; the other group keeps all 26.
+    assert max(windowed for windowed, _ in held) <= 5
+    assert max(full for _, full in held) == 26
+    again = run(engine, Request(prompt=prompt, max_new_tokens=4))
+    assert again.cached_tokens == 199
+
+
+def test_the_events_of_an_engine_rebuild_its_index(tiny: Tiny):
+    events = []
+    engine = Engine(
+        tiny.model,
+        EngineConfig(pool_tokens=256, token_budget=64, page_size=8),
+        page_events=events.append,
+    )
+    for prompt in random_prompts(90, 40, 90, 130, seed=4):
+        run(engine, Request(prompt=prompt, max_new_tokens=4))
+    assert engine.index is not None and engine.metrics.evicted_pages
+    assert replay(events) == engine.index.stored()
+
+
+def test_a_request_that_can_never_fit_names_the_longest_that_would(tiny: Tiny):
+    engine = CheckedEngine(
+        tiny.model, EngineConfig(pool_tokens=64, token_budget=64), tiny.functions[False], None
+    )
+    with pytest.raises(RequestError, match="the prompt has 65 tokens; the longest that fits is 64"):
+        engine.submit(Request(prompt=(1,) * 65))
+
+
+def test_a_probe_finds_what_a_request_would_and_changes_nothing(tiny: Tiny):
+    engine = tiny.engine()
+    (prompt,) = random_prompts(40)
+    run(engine, Request(prompt=prompt, max_new_tokens=2))
+    assert engine.index is not None
+    before = list(engine.index._policy._order)
+    assert engine.index.probe(pack(prompt[:30]), Namespace(kv_format="f32")) == 30
+    assert list(engine.index._policy._order) == before
