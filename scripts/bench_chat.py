@@ -16,27 +16,25 @@ after another, whatever we do.
 """
 
 import argparse
-import ctypes
 import importlib.util
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from jaxkv.engine import Engine, EngineConfig, Request
-from models.decode_model import FlaxDecodeModel
+from jaxkv.engine import EngineConfig
 from models.errors import ModelError
 from scripts import console
-from scripts.conversation import check_config, warm_up
-from scripts.peers import LlamaCpp, write_float32_gguf
+from scripts.chat_systems import Answer, LlamaServer, Ours, Server
+from scripts.conversation import check_config
+from scripts.peers import write_float32_gguf
 
 MICRO = 1e6
 
@@ -73,33 +71,6 @@ class Workload:
         ).tolist()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came of a prompt: tokens, seconds to the first, and prompt tokens not computed."""
-
-    tokens: list[int]
-    first_token_seconds: float
-    cached_tokens: int
-
-
-class Server(Protocol):
-    """A system under the clock.
-
-    Attributes:
-      host_seconds: of each decode step, what the host took beside the device; maybe empty.
-    """
-
-    host_seconds: list[float]
-
-    def serve(self, prompts: list[list[int]], num_new: int) -> list[Answer]:
-        """Answers prompts, all submitted at once."""
-        ...
-
-    def forget(self) -> None:
-        """Lets everything go that is cached."""
-        ...
-
-
 @dataclass
 class Figures:
     """What one system did in one round.
@@ -121,126 +92,6 @@ class Figures:
     first_token_seconds: list[float] = field(default_factory=list)
     host_us_per_decode_step: float | None = None
     tokens: list[list[int]] = field(default_factory=list)
-
-
-class Ours:
-    """jaxkv's engine, host side included."""
-
-    def __init__(self, model: FlaxDecodeModel, workload: Workload, page_size: int, *, index: bool):
-        length = -(-workload.longest // page_size) * page_size
-        batch = 1 if workload.one_by_one else workload.conversations
-        self._engine = Engine(
-            model,
-            EngineConfig(
-                max_sequences=batch,
-                page_size=page_size,
-                pool_tokens=workload.conversations * length,
-                prefix_cache=index,
-            ),
-        )
-        self.host_seconds: list[float] = []
-
-    def serve(self, prompts: list[list[int]], num_new: int) -> list[Answer]:
-        engine, metrics = self._engine, self._engine.metrics
-        requests = [Request(prompt=tuple(prompt), max_new_tokens=num_new) for prompt in prompts]
-        running = [engine.submit(request) for request in requests]
-        while engine.has_work:
-            host, decoded = metrics.host_seconds, metrics.decode_tokens
-            engine.step()
-            if metrics.decode_tokens > decoded:
-                self.host_seconds.append(metrics.host_seconds - host)
-        return [Answer(c.tokens, c.first_token_seconds or 0.0, c.cached_tokens) for c in running]
-
-    def warm_up(self) -> None:
-        """Leaves nothing to compile."""
-        warm_up(self._engine)
-
-    @property
-    def num_shapes(self) -> int:
-        """Shapes of steps that were run so far, each compiled once."""
-        return self._engine.metrics.step_shapes
-
-    def forget(self) -> None:
-        self._engine.reset_cache()
-        self.host_seconds.clear()
-
-
-class LlamaServer(LlamaCpp):
-    """llama.cpp, greedy, one request after another; a conversation is a sequence of its cache.
-
-    With `reuse`, a conversation goes on from its own K and V, and a new one from the longest prefix
-    that it shares with another. What is computed in other batches has other rounding there, so that
-    answers may differ from those without reuse.
-    """
-
-    def __init__(self, gguf_path: Path, num_threads: int, workload: Workload, *, reuse: bool):
-        super().__init__(gguf_path, num_threads)
-        self.host_seconds: list[float] = []
-        self._reuse = reuse
-        self._most = workload.conversations
-        self._room = self._context(
-            workload.conversations * workload.longest, workload.conversations
-        )
-        self._llama = self._room.__enter__()
-        self._memory = self._lib.llama_get_memory(self._llama)
-        self._kept: list[list[int]] = []  # tokens of each sequence
-
-    def close(self) -> None:
-        """Frees the cache."""
-        self._room.__exit__(None, None, None)
-
-    def serve(self, prompts: list[list[int]], num_new: int) -> list[Answer]:
-        return [self._serve(prompt, num_new) for prompt in prompts]
-
-    def forget(self) -> None:
-        self._lib.llama_memory_clear(self._memory, True)
-        self._kept.clear()
-
-    def _serve(self, prompt: list[int], num_new: int) -> Answer:
-        start = time.perf_counter()
-        sequence, cached = self._take_sequence(prompt)
-        items = [(token, i, sequence) for i, token in enumerate(prompt)]
-        self._decode_batch(self._llama, items[cached:])
-        answer = [self._likeliest()]
-        first_token_seconds = time.perf_counter() - start
-        while len(answer) < num_new:
-            position = len(prompt) + len(answer) - 1
-            self._decode_batch(self._llama, [(answer[-1], position, sequence)])
-            answer.append(self._likeliest())
-        if self._reuse:
-            self._kept[sequence] = prompt + answer[:-1]
-        return Answer(answer, first_token_seconds, cached)
-
-    def _take_sequence(self, prompt: list[int]) -> tuple[int, int]:
-        """The sequence for a prompt, and how many of its tokens are in there."""
-        lib, memory = self._lib, self._memory
-        if not self._reuse:
-            lib.llama_memory_clear(memory, True)
-            return 0, 0
-        shared = [_common_length(kept, prompt[:-1]) for kept in self._kept]
-        best = int(np.argmax(shared)) if shared else 0
-        cached = shared[best] if shared else 0
-        if cached and cached == len(self._kept[best]):
-            return best, cached
-        sequence = len(self._kept)
-        if sequence == self._most:
-            raise RuntimeError(f"more than {self._most} conversations")
-        self._kept.append([])
-        if cached:
-            lib.llama_memory_seq_cp(memory, best, sequence, 0, cached)
-        return sequence, cached
-
-    def _likeliest(self) -> int:
-        logits = self._lib.llama_get_logits_ith(self._llama, -1)
-        V = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-        row = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * V)).contents
-        return int(np.frombuffer(row, np.float32).argmax())
-
-
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 def converse(
@@ -320,8 +171,9 @@ def main(argv: list[str]) -> int:
             f"a conversation comes to {workload.longest} tokens; {loaded.name} takes "
             f"{loaded.model.max_positions}: lower --turns, --system, --user or --new"
         )
+    config = engine_config(workload, args.page_size)
     ours = {
-        name: Ours(loaded.model, workload, args.page_size, index=name == WITH)
+        name: Ours(loaded.model, replace(config, prefix_cache=name == WITH))
         for name in (WITH, WITHOUT)
     }
     for server in ours.values():
@@ -340,14 +192,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def engine_config(workload: Workload, page_size: int) -> EngineConfig:
+    """Room for all conversations at their ends, none of whose pages need be shared."""
+    length = -(-workload.longest // page_size) * page_size
+    return EngineConfig(
+        max_sequences=1 if workload.one_by_one else workload.conversations,
+        page_size=page_size,
+        pool_tokens=workload.conversations * length,
+    )
+
+
 def peers(source: Path, folder: Path, workload: Workload) -> dict[str, Server]:
     """llama.cpp with and without its prompt cache, where it can run."""
     if source.suffix != ".gguf" or importlib.util.find_spec("llama_cpp") is None:
         return {}
     path = folder / "float32.gguf"
     write_float32_gguf(source, path)
+    num, longest = workload.conversations, workload.longest
     return {
-        name: LlamaServer(path, os.cpu_count() or 1, workload, reuse=name == PEER_WITH)
+        name: LlamaServer(path, conversations=num, longest=longest, reuse=name == PEER_WITH)
         for name in (PEER_WITH, PEER_WITHOUT)
     }
 

@@ -5,10 +5,10 @@ r"""Talk to a model that remembers the conversation, and see what the prefix ind
   python scripts chat --demo                    # a fixed talk of five turns, and its trace
   printf 'Hello!\nWhat did I say?\n' | python scripts chat
 
-Each turn's prompt is the whole conversation so far. After the answer, a line on standard error tells
-how much of the prompt was cached (hit) and how much was computed again, and the time to the first
-token; then the same prompt is served once more by an engine without the index, for the time that it
-takes there (`--no-compare` leaves that out).
+Each turn's prompt is the whole conversation so far. After the answer, a line on standard error
+tells how much of the prompt was cached (hit) and how much was computed again, and the time to the
+first token: of this turn, and of the same prompt served once more by an engine without the index
+(`--no-compare` leaves that out).
 
 At the prompt: /tree shows the radix tree, /reset starts a new conversation, /help tells more.
 Where standard input is no terminal, each of its lines is a turn.
@@ -164,7 +164,7 @@ def trace(turns: Sequence[Turn]) -> str:
         *("turn", "prompt", "hit", "recomputed", "generated", "hit rate", "first token, s"),
         *("without index, s", "pages free/cached/held"),
     )
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for number, turn in enumerate(turns, 1):
         counts = turn.prompt_tokens, turn.cached_tokens, turn.recomputed_tokens
         rows.append(

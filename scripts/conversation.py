@@ -176,7 +176,7 @@ class Talker:
         engine, room = self.engine, self.engine.max_length
         if len(request.prompt) >= room:
             raise RequestError(
-                f"the conversation has {len(request.prompt)} tokens, and {room} fit with an answer: "
+                f"the conversation has {len(request.prompt)} tokens and {room} fit with an answer: "
                 "/reset starts a new one, and a larger --pool-tokens may hold more"
             )
         completion, pools = engine.submit(request), tuple(engine.pool_states)

@@ -71,7 +71,9 @@ class Ours:
         """An engine for so many sequences of up to a power of two tokens."""
         key = (batch, 1 << (length - 1).bit_length())
         if key not in self._engines:
-            config = EngineConfig(max_sequences=batch, pool_tokens=batch * key[1])
+            config = EngineConfig(
+                max_sequences=batch, pool_tokens=batch * key[1], prefix_cache=False
+            )
             self._engines[key] = Engine(self._model, config)
         return self._engines[key]
 

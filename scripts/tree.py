@@ -32,7 +32,6 @@ from scripts.conversation import (
 )
 from scripts.tree_view import as_svg, as_text, view
 
-
 MAX_SEQUENCES = 16  # served at once
 
 

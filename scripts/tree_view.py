@@ -9,8 +9,8 @@ from html import escape
 from itertools import count
 from typing import Any
 
-from jaxkv.prefix import PrefixIndex, unpack
-from jaxkv.prefix.node import Node
+from jaxkv.prefix import PrefixIndex
+from jaxkv.prefix.node import Node, unpack
 
 TEXT_WIDTH = 44
 

@@ -236,6 +236,22 @@ def test_a_prompt_much_longer_than_the_window_is_a_hit_when_it_is_sent_again(win
     assert world.run(prompt) == 49
 
 
+@pytest.mark.parametrize("length", range(48, 56))
+@pytest.mark.parametrize("window", [1, 4, 5, 6])
+def test_pages_behind_a_window_go_first_and_only_then_those_that_a_replay_needs(window, length):
+    world = World(4, (window,))
+    world.run(numbers(length))
+    needed = sum((k + 1) * 4 > length - window for k in range(-(-length // 4)))
+    num_behind = world.pools[0].num_cached - needed
+    assert world.index.evict(0, num_behind) == num_behind > 0
+    assert world.index.probe(pack(numbers(length - 1)), PUBLIC) == length - 1
+    world.index.evict(0, 1)  # one that is needed: the last
+    assert world.index.probe(pack(numbers(length - 1)), PUBLIC) in (0, (length - 1) // 4 * 4)
+    (_, node), *_ = world.index.nodes()
+    assert len(node.pages[0]) == -(-length // 4) - 1
+    world.check()
+
+
 def test_a_hit_is_shortened_to_what_every_group_can_serve():
     world = World(4, (None, 4))
     world.run(numbers(40))

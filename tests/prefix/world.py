@@ -182,6 +182,9 @@ class World:
         self.check()
         assert not self.index.roots
         assert all(pool.num_free == pool.capacity for pool in self.pools)
+        books = [*self.index._sliding._behind.values()]
+        books += [getattr(self.policy, name, {}) for name in ("_order", "_entry", "_count")]
+        assert not any(books), "a node that is gone is remembered"
 
     def check(self) -> None:
         """The books agree, and every page has what whoever reads it should see."""
