@@ -68,7 +68,7 @@ def load_model(
         # Imported late: Orbax takes a second to import, and few runs need it.
         from models.orbax_checkpoint import open_orbax
 
-        return replace(open_orbax(path, dtype, progress=progress), name=name_or_path)
+        return _named(open_orbax(path, dtype, progress=progress), name_or_path)
     is_gguf = path.is_file() and path.suffix == ".gguf"
     if not is_gguf and not (path / "config.json").is_file():
         raise ModelError(
@@ -82,7 +82,16 @@ def load_model(
     else:
         tokenizer = tokenizer_from_dir(path) if (path / "tokenizer.json").exists() else None
     model = load_weights(checkpoint, dtype, progress)
-    return LoadedModel(name_or_path, model, tokenizer, path)
+    return _named(LoadedModel("", model, tokenizer, path), name_or_path)
+
+
+def _named(loaded: LoadedModel, name: str) -> LoadedModel:
+    """Gives a model its name; its stop ids are those that it can draw."""
+    tokenizer, V = loaded.tokenizer, loaded.model.vocab_size
+    if tokenizer is not None:
+        stop_ids = frozenset(token for token in tokenizer.stop_ids if 0 <= token < V)
+        tokenizer = replace(tokenizer, stop_ids=stop_ids)
+    return replace(loaded, name=name, tokenizer=tokenizer)
 
 
 def _gguf_tokenizer(checkpoint: GgufCheckpoint) -> Tokenizer | None:

@@ -118,7 +118,8 @@ class Turn:
       generated_tokens: of the answer, with the token that ended it.
       first_token_seconds: time to first token.
       uncached_seconds: the same without the index; None where it was not measured.
-      pools: pages of each layer group as the answer's end was drawn, when it still held its own.
+      pools: pages of each layer group before the step that ended the answer, which still held its
+        own then.
     """
 
     prompt_tokens: int

@@ -13,7 +13,6 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
 
 import jax
 import jax.numpy as jnp
@@ -157,10 +156,11 @@ class Engine:
           RequestError: the request can never be served; nothing is queued.
         """
         request.check(self._model.vocab_size)
-        if len(request.prompt) > self.max_length:
+        longest = self.max_length - min(1, request.max_new_tokens)  # a token of answer at least
+        if len(request.prompt) > longest:
             raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens; the longest that fits is "
-                f"{self.max_length} (the model takes {self._model.max_positions}, the cache "
+                f"the prompt has {len(request.prompt)} tokens; the longest that fits is {longest} "
+                f"(the model takes {self._model.max_positions} with the answer, the cache "
                 f"{_capacity(self.spec)})"
             )
         if request.stop_strings and self._detokenizer is None:
@@ -264,38 +264,40 @@ class Engine:
         """Serves requests together, yielding what each step adds to them.
 
         A request that is refused yields one delta with finish reason `error`, and leaves the
-        others alone. Several streams may run by turns on one engine: each yields its own requests
-        alone. Leaving the iterator early aborts what is unfinished.
+        others alone; further answers (`Request.n`) come with their own completions. Several streams
+        may run by turns on one engine: each yields its own requests alone. Leaving the iterator
+        early aborts what is unfinished.
         """
-        submitted: list[Completion] = []
+        served: list[Completion] = []
         try:
             for request in requests:
                 completion = self._submit_or_refuse(request)
-                submitted.append(completion)
-                self._parked[completion.request_id] = []
+                served += (completion, *completion.samples)
+                self._parked |= {one.request_id: [] for one in (completion, *completion.samples)}
                 if completion.error is not None:
                     yield Delta(completion, (), "")
             while True:
-                for completion in submitted:
+                for completion in served:
                     parked = self._parked[completion.request_id]
                     while parked:
                         yield parked.pop(0)
-                if all(completion.finish_reason is not None for completion in submitted):
+                if all(completion.finish_reason is not None for completion in served):
                     return
                 self._step_and_park()
         finally:
-            for completion in submitted:
+            for completion in served:
                 self.abort(completion.request_id)
                 self._parked.pop(completion.request_id, None)
 
-    def generate(self, requests: Seq[Request]) -> list[Completion]:
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serves requests together and returns their completions in order; see `stream`."""
         completions = [self._submit_or_refuse(request) for request in requests]
+        served = [one for first in completions for one in (first, *first.samples)]
         try:
-            while any(completion.finish_reason is None for completion in completions):
+            while any(completion.finish_reason is None for completion in served):
                 self._step_and_park()
         finally:
-            for completion in completions:
+            for completion in served:
                 self.abort(completion.request_id)
         return completions
 
@@ -388,7 +390,7 @@ class Engine:
         for row, sequence in enumerate(plan.sequences):
             if sequence.num_uncomputed:
                 continue
-            if len(sequence.tokens) >= sequence.max_tokens:  # nothing was asked for, or fits
+            if len(sequence.tokens) >= sequence.max_tokens:  # no answer was asked for
                 self._finish(sequence, FinishReason.LENGTH)
                 deltas.append(Delta(sequence.completion, (), ""))
                 continue

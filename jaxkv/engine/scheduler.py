@@ -223,7 +223,10 @@ class Scheduler:
         if parent is not None and not parent.is_finished:
             if parent.row is None and not parent.was_preempted:
                 return True
-            if parent.row is not None and parent.num_computed < sequence.fork_at:
+            # A page that this plan fills by a copy can't be copied from in the same plan.
+            if parent.row is not None and (
+                parent.num_computed < sequence.fork_at or parent.sources
+            ):
                 return True
         if self._index is None or not sequence.reads_cache:
             return False

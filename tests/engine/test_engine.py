@@ -156,19 +156,21 @@ LIMITS = pytest.mark.parametrize(
 def test_a_prompt_one_over_the_limit_is_refused_with_the_limit(tiny: Tiny, config, longest):
     engine = tiny.engine(**config)
     assert engine.max_length == longest
+    engine.submit(request((1,) * longest, 0))
+    engine.submit(request((1,) * (longest - 1), 1))
     with pytest.raises(RequestError, match=f"has {longest + 1} tokens; the longest .* {longest} "):
-        engine.submit(request((1,) * (longest + 1)))
+        engine.submit(request((1,) * (longest + 1), 0))
+    with pytest.raises(RequestError, match=f"has {longest} tokens; the longest .* {longest - 1} "):
+        engine.submit(request((1,) * longest, 1))
 
 
 def test_a_sequence_may_fill_the_pool_and_grows_no_further(tiny: Tiny):
     engine = tiny.engine(pool_tokens=64, deterministic=True)
     prompts = random_prompts(64, 63, 60, 57)
-    completions = engine.generate([request(prompt, 5) for prompt in prompts])
-    assert [len(c.tokens) for c in completions] == [0, 1, 4, 5]
+    asked, answered = (0, 5, 5, 5), (0, 1, 4, 5)
+    completions = engine.generate(map(request, prompts, asked))
     assert all(c.finish_reason == "length" for c in completions)
-    assert [c.tokens for c in completions] == [
-        tiny.greedy(prompt, n) for prompt, n in zip(prompts, (0, 1, 4, 5), strict=True)
-    ]
+    assert [c.tokens for c in completions] == list(map(tiny.greedy, prompts, answered))
     # The first filled all pages but the null pages, and ended in the step in which it held them.
     null_pages = sum(engine.spec.bytes_per_page(group) for group in (0, 1))
     assert engine.metrics.peak_kv_bytes == engine.spec.nbytes - null_pages

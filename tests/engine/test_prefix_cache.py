@@ -364,7 +364,7 @@ def test_a_request_that_can_never_fit_names_the_longest_that_would(tiny: Tiny):
     engine = CheckedEngine(
         tiny.model, EngineConfig(pool_tokens=64, token_budget=64), tiny.functions[False], None
     )
-    with pytest.raises(RequestError, match="the prompt has 65 tokens; the longest that fits is 64"):
+    with pytest.raises(RequestError, match="the prompt has 65 tokens; the longest that fits is 63"):
         engine.submit(Request(prompt=(1,) * 65))
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxkv.engine import Completion, FinishReason, Request
 from jaxkv.engine.scheduler import Scheduler, StepPlan
 from jaxkv.engine.sequence import Sequence
-from jaxkv.engine.waiting import SCHEDULING
+from jaxkv.engine.waiting import AGE_GUARD, SCHEDULING
 from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, check_integrity
 
 P = 4
@@ -257,3 +257,94 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+
+
+def tokens(*runs: tuple[int, int]) -> tuple[int, ...]:
+    """Runs of (token, length)."""
+    return tuple(token for token, length in runs for _ in range(length))
+
+
+def finish(world: World) -> None:
+    while world.unfinished:
+        assert world.step() is not None
+
+
+def test_the_longest_cached_prefix_goes_first():
+    world = World(index=True, scheduling="lpm", max_sequences=1, budget=64)
+    world.submit(tokens((1, 20)), 1)
+    finish(world)
+    world.submit(tokens((2, 9)), 1)
+    world.submit(tokens((1, 6), (3, 4)), 1)
+    world.submit(tokens((1, 12), (3, 4)), 1)
+    first = [world.shares(world.step())[0] for _ in range(3)]
+    assert first == [(16, 4), (10, 4), (9, 9)]  # all but the 12 and the 6 cached tokens
+
+
+def test_who_was_overtaken_often_goes_before_all_who_would_overtake_it():
+    world = World(index=True, scheduling="lpm", max_sequences=1, budget=64)
+    world.submit(tokens((1, 20)), 1)
+    finish(world)
+    unlucky = world.submit(tokens((2, 9)), 1)
+    admitted = 0
+    while unlucky in world.unfinished:
+        world.submit(tokens((1, 12), (3, 2)), 1)
+        world.step()
+        admitted += 1
+    assert admitted == AGE_GUARD + 1
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+def test_priorities_count_where_they_are_asked_for(scheduling):
+    world = World(scheduling=scheduling, max_sequences=1, budget=64)
+    for prompt, priority in ((5, 0), (6, 2), (7, 1), (8, 2)):
+        world.submit(prompt, 1, priority=priority)
+    order = [world.shares(world.step())[0][0] for _ in range(4)]
+    assert order == ([6, 8, 7, 5] if scheduling == "priority" else [5, 6, 7, 8])
+
+
+def test_a_low_priority_is_preempted_before_a_late_arrival():
+    world = World(pages=(5,), scheduling="priority")
+    world.submit(8, 9, priority=1)
+    low, late = world.submit(7, 9, priority=0), world.submit(3, 9, priority=1)
+    world.step()  # takes all five pages: 2, 1 and 2
+    while not world.scheduler.num_preemptions:
+        world.step()
+    assert low.row is None and late.row is not None
+
+
+def test_who_shares_an_uncomputed_prefix_waits_until_it_is_cached():
+    world = World(index=True, max_sequences=4, budget=16)
+    world.submit(tokens((1, 24), (2, 3)), 3)
+    world.submit(tokens((1, 24), (3, 4)), 3)
+    world.submit(tokens((4, 2)), 3)
+    assert world.shares(world.step()) == [(27, 16)]
+    assert world.shares(world.step()) == [(27, 11), (2, 2)]
+    assert world.shares(world.step()) == [(27, 1), (2, 1), (28, 4)]
+
+
+def test_a_fork_takes_the_pages_of_its_origin_and_copies_one():
+    world = World(max_sequences=4, budget=16)
+    origin = world.submit(tokens((1, 10)), 8)
+    world.step()
+    child = world.submit(tuple(origin.tokens), 8)
+    child.fork_of, child.fork_at = origin, 10
+    plan = world.step()
+    assert plan is not None and world.shares(plan) == [(10, 1), (11, 1)]
+    rows = world.tables.pages[0][[origin.row, child.row]]
+    assert (rows[0, :2] == rows[1, :2]).all() and rows[0, 2] != rows[1, 2]
+    ((group, source, target),) = [(c.group, c.source, c.target) for c in plan.copies]
+    assert (group, source, target) == (0, *rows[:, 2])
+
+
+def test_a_page_that_a_plan_copies_to_is_no_source_in_the_same_plan():
+    world = World(index=True, max_sequences=4, budget=16)
+    world.submit(tokens((1, 6)), 1)
+    finish(world)
+    origin = world.submit(tokens((1, 6)), 8)  # begins with a copy of the cached page
+    child = world.submit(tokens((1, 6)), 8)
+    child.fork_of, child.fork_at = origin, 5
+    plan = world.step()
+    assert plan is not None and plan.sequences == (origin,) and len(plan.copies) == 1
+    plan = world.step()
+    assert plan is not None and plan.sequences == (origin, child)
+    assert plan.copies[0].source == world.tables.pages[0][origin.row, 1]

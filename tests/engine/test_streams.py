@@ -69,3 +69,16 @@ def test_a_request_of_wrong_types_fails_alone(tiny: Tiny, bad, message):
     assert refused.finish_reason is FinishReason.ERROR
     assert message in str(refused.error)
     assert len(served.tokens) == 2
+
+
+def test_further_answers_are_streamed_and_served_to_their_end(tiny: Tiny):
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    asked = Request(prompt=PROMPTS[2], max_new_tokens=5, n=3, sampling=sampling)
+    engine = tiny.engine()
+    (first,) = engine.generate([asked])
+    answers = [first.tokens, *(sample.tokens for sample in first.samples)]
+    assert [len(tokens) for tokens in answers] == [5, 5, 5]
+    streamed: dict[int, list[int]] = {}
+    for delta in engine.stream([asked]):
+        streamed.setdefault(delta.completion.request_id, []).extend(delta.tokens)
+    assert [tokens for _, tokens in sorted(streamed.items())] == answers

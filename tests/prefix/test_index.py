@@ -92,7 +92,6 @@ def test_a_match_of_part_of_a_run_holds_that_part_alone():
     world = World(4)
     world.run(numbers(40))
     sequence = world.start(numbers(25) + [999] * 7)
-    assert sequence is not None
     assert (sequence.num_computed, world.pools[0].num_held) == (25, 7)  # 6 shared, 1 its own
     assert world.index.evict(0, 30) == 4
     world.compute(sequence, 7)
@@ -106,7 +105,6 @@ def test_equal_prompts_computed_at_once_are_kept_once():
     world = World(4)
     rows = [world.start(numbers(17)) for _ in range(4)]
     for row in rows:
-        assert row is not None
         world.compute(row, 17)
     assert world.pools[0].num_held == 20
     for row in rows:
@@ -136,7 +134,6 @@ def test_insert_tells_which_pages_the_caller_holds_afterwards():
 def test_a_page_that_filled_up_replaces_the_partly_filled_one():
     world = World(4)
     sequence = world.start(numbers(10))
-    assert sequence is not None
     for end in (6, 7, 8, 10):  # published with 2, 3 and 4 tokens in its second page
         world.compute(sequence, end - sequence.num_computed)
         world.publish(sequence, whole=False)
@@ -149,7 +146,6 @@ def test_a_page_that_filled_up_replaces_the_partly_filled_one():
 def test_generated_tokens_are_hits_of_the_next_turn():
     world = World(4)
     sequence = world.start(numbers(9))
-    assert sequence is not None
     world.compute(sequence, 9)
     sequence.tokens += numbers(6, 50)
     world.compute(sequence, 5)  # the last token is sampled, and not computed
@@ -160,7 +156,6 @@ def test_generated_tokens_are_hits_of_the_next_turn():
 def test_only_published_tokens_are_ever_hits():
     world = World(4)
     sequence = world.start(numbers(20))
-    assert sequence is not None
     world.compute(sequence, 12)
     world.publish(sequence, whole=True)
     world.compute(sequence, 8)  # drafts, say, that nobody has verified
@@ -177,7 +172,6 @@ def test_reset_is_refused_while_a_page_is_in_use_and_changes_nothing():
     with pytest.raises(ValueError, match="3 pages are in use; end all requests and pins first"):
         world.index.reset()
     assert world.index.stored() == stored
-    assert sequence is not None
     world.abort(sequence)
     world.index.reset()
     world.check()

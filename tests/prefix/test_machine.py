@@ -45,7 +45,7 @@ class HostMachine(RuleBasedStateMachine):
         known = self.seen[before % len(self.seen)]
         tokens = known[: kept % (len(known) + 1)] + rest
         probed = self.world.longest_stored(tokens[:-1], namespace)
-        sequence = self.world.start(tokens, namespace)
+        sequence = self.world.try_start(tokens, namespace)
         if sequence is not None:
             sliding = any(self.world.windows)
             assert sequence.num_computed <= probed
@@ -123,7 +123,9 @@ def soak(world: World, rng: random.Random, num_operations: int) -> None:
         if kind < 0.3 and len(world.rows) < 5:
             known = rng.choice(seen)
             rest = [rng.randrange(3) for _ in range(rng.randrange(1, 12))]
-            world.start(known[: rng.randrange(len(known) + 1)] + rest, rng.choice([PUBLIC, SECRET]))
+            world.try_start(
+                known[: rng.randrange(len(known) + 1)] + rest, rng.choice([PUBLIC, SECRET])
+            )
         elif kind < 0.65 and row is not None:
             if row.num_computed == len(row.tokens):
                 row.tokens.append(rng.randrange(3))

@@ -86,8 +86,7 @@ def test_growth_lets_expired_pins_go_and_no_others():
         world.tables.grow(row, 7 * 4)
     assert world.index.probe(pack(numbers(8, 100)), PUBLIC) == 8
     world.tables.close(row)
-    world.end_pins = world.pins.holdings()
-    assert len(world.end_pins) == 1
+    assert len(world.pins.holdings()) == 1
 
 
 def test_a_pin_is_no_prompt_in_the_counters():

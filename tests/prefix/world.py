@@ -85,8 +85,14 @@ class World:
         self.now += 2**-10
         return self.now
 
-    def start(self, tokens: list[int], namespace: Namespace = PUBLIC) -> Row | None:
-        """A sequence begins with what is cached; None where its next token finds no page."""
+    def start(self, tokens: list[int], namespace: Namespace = PUBLIC) -> Row:
+        """A sequence begins with what is cached."""
+        sequence = self.try_start(tokens, namespace)
+        assert sequence is not None
+        return sequence
+
+    def try_start(self, tokens: list[int], namespace: Namespace) -> Row | None:
+        """The same; None where its next token finds no page."""
         packed = pack(tokens[:-1])
         probed = self.index.probe(packed, namespace)
         row = self.tables.open()
@@ -156,7 +162,6 @@ class World:
     def run(self, tokens: list[int], namespace: Namespace = PUBLIC) -> int:
         """A sequence from start to finish; returns how many of its tokens were cached."""
         sequence = self.start(tokens, namespace)
-        assert sequence is not None
         found = sequence.num_computed
         assert self.compute(sequence, len(tokens), trim=False)  # once it is known, as engines do
         self.finish(sequence)

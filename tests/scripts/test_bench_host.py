@@ -29,12 +29,13 @@ def run(monkeypatch, capsys):
 
     monkeypatch.setattr(bench_host, "stream", short)
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def run(*arguments: str) -> tuple[object, str, str]:
         try:
-            code = console.run(bench_host.main, list(arguments))
+            code: object = console.run(bench_host.main, list(arguments))
         except SystemExit as stop:  # argparse's way
             code = stop.code
-        return code, *capsys.readouterr()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run
 
