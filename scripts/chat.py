@@ -64,6 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = cache.add_argument
     add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
     add("--pool-tokens", type=int, default=2048, metavar="N", help="the cache (default: 2048)")
+    add("--chunk", type=int, default=128, metavar="T", help="most tokens a step (default: 128)")
     add("--kv-format", choices=sorted(FORMATS), default="f32", help="(default: %(default)s)")
     args = parser.parse_args(argv)
     if args.max_new_tokens is None:
@@ -87,6 +88,17 @@ def sampling_params(args: argparse.Namespace, turn: int) -> SamplingParams:
     )
 
 
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The sizes and choices of the command line."""
+    return EngineConfig(
+        max_sequences=1,
+        token_budget=args.chunk,
+        page_size=args.page_size,
+        pool_tokens=args.pool_tokens,
+        kv_format=args.kv_format,
+    )
+
+
 class Chat:
     """A conversation at the terminal, and the engine under it.
 
@@ -95,15 +107,9 @@ class Chat:
     """
 
     def __init__(self, loaded: LoadedModel, args: argparse.Namespace, system: str | None):
-        config = EngineConfig(
-            max_sequences=1,
-            page_size=args.page_size,
-            pool_tokens=args.pool_tokens,
-            kv_format=args.kv_format,
-        )
         self._args, self._system = args, system
         self._tokenizer = loaded.require_tokenizer()
-        self._talker = Talker(loaded, config, compare=not args.no_compare)
+        self._talker = Talker(loaded, engine_config(args), compare=not args.no_compare)
         self.reset()
 
     def warm_up(self) -> None:
@@ -272,7 +278,7 @@ def main(argv: list[str]) -> int:
     """Talks; returns 2 where a line of a file was wrong."""
     args = parse(argv)
     Request(prompt=(0,), sampling=sampling_params(args, 0)).check(vocab_size=1)
-    check_config(EngineConfig(page_size=args.page_size, pool_tokens=args.pool_tokens))
+    check_config(engine_config(args))
     console.enable_compilation_cache()
     loaded = console.load_model(args)
     chat = Chat(loaded, args, DEMO_SYSTEM if args.demo else args.system)

@@ -86,6 +86,7 @@ class Engine:
         self.spec = _cache_spec(model, self.config)
         self._cache = init_cache(self.spec)
         self.pools = [PagePool(n) for n in self.spec.num_pages]
+        self._bytes_per_page = [self.spec.bytes_per_page(g) for g in range(len(self.pools))]
         windows = [group.window for group in self.spec.groups]
         self.index: PrefixIndex | None = None
         if self.config.prefix_cache:
@@ -134,7 +135,8 @@ class Engine:
     def kv_bytes_held(self) -> int:
         """Bytes of the pages that sequences hold now."""
         return sum(
-            pool.num_held * self.spec.bytes_per_page(group) for group, pool in enumerate(self.pools)
+            pool.num_held * nbytes
+            for pool, nbytes in zip(self.pools, self._bytes_per_page, strict=True)
         )
 
     @property
@@ -227,7 +229,7 @@ class Engine:
         start = time.perf_counter()
         plan = self._scheduler.plan()
         if plan is None:
-            return []
+            return self._refuse_stuck()
         self.metrics.peak_kv_bytes = max(self.metrics.peak_kv_bytes, self.kv_bytes_held)
         if plan.copies:
             self._cache = self._functions.copy(self._cache, plan.copies, self.config.max_sequences)
@@ -431,6 +433,8 @@ class Engine:
 
     def _book_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         """Fills in the log-probabilities of the prompt tokens that follow computed ones."""
+        if all(sequence.completion.prompt_logprobs is None for sequence in plan.sequences):
+            return
         targets = np.zeros(result.hidden.shape[0], np.int32)
         spans = []
         row = 0
@@ -454,6 +458,19 @@ class Engine:
         sequence.completion.seconds = time.perf_counter() - sequence.submitted
         self._scheduler.remove(sequence)
         del self._sequences[sequence.completion.request_id]
+
+    def _refuse_stuck(self) -> list[Delta]:
+        """Ends the first waiting request where not even it alone finds pages: others than
+        sequences hold too many."""
+        for sequence in self._scheduler.waiting.in_order():
+            if not sequence.paused:
+                held = ", ".join(f"{p.num_held} of {p.capacity}" for p in self.pools)
+                sequence.completion.error = (
+                    f"{len(sequence.tokens)} tokens need more pages than are left: pins hold {held}"
+                )
+                self._finish(sequence, FinishReason.ERROR)
+                return [Delta(sequence.completion, (), "")]
+        return []
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
         metrics = self.metrics

@@ -127,6 +127,10 @@ class Request:
         _check_type("n", self.n, int)
         _check_type("priority", self.priority, int)
         _check_type("cache_salt", self.cache_salt, str | None)
+        if self.adapter is not None:
+            _check_type("adapter", self.adapter, tuple)
+            if [type(part) for part in self.adapter] != [str, int]:
+                raise RequestError(f"adapter must be (name, version), got {self.adapter}")
         if not self.prompt:
             raise RequestError("the prompt is empty: at least one token is needed")
         for token in (*self.prompt, *self.stop_ids):

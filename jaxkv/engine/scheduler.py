@@ -275,7 +275,7 @@ class Scheduler:
         if not draft.shares:
             return None
         copies = []
-        for sequence in draft.shares:
+        for sequence in draft.started:
             place = sequence.num_computed // self._page_size
             for group, source in enumerate(sequence.sources):
                 if source:
@@ -306,3 +306,5 @@ class _Draft:
 
     def drop(self, sequence: Sequence) -> None:
         self.budget += self.shares.pop(sequence, 0)
+        if sequence in self.started:
+            self.started.remove(sequence)

@@ -180,7 +180,7 @@ class PrefixIndex:
             if depth < top.end:
                 path[-1] = top = top.split(depth, self.page_size)
             leaf = self._grow(top, tokens, [ids[cut:] for ids in own])
-            if self._log:
+            if self._log is not None:
                 self._log.stored(leaf, tokens, len(own[0]) - cut, namespace)
             if leaf is not top:
                 path.append(leaf)

@@ -116,7 +116,6 @@ class Node:
         upper = Node(parent, self.start, tokens, [ids[:cut] for ids in self.pages])
         upper.numbers = self.numbers[:cut]
         upper.hits, upper.priority, upper.born = self.hits, self.priority, self.born
-        upper.used = self.used
         parent.children[upper.key] = upper
         self.parent, self.start = upper, at
         self.tokens = self.tokens[len(upper.tokens) :]

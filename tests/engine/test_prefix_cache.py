@@ -376,3 +376,11 @@ def test_a_probe_finds_what_a_request_would_and_changes_nothing(tiny: Tiny):
     before = list(engine.index._policy._order)
     assert engine.index.probe(pack(prompt[:30]), Namespace(kv_format="f32")) == 30
     assert list(engine.index._policy._order) == before
+
+
+def test_a_request_that_pins_leave_no_room_for_ends_with_the_reason(tiny: Tiny):
+    engine = tiny.engine(page_size=8, pool_tokens=64).squeeze(32)
+    large, small = (Request(prompt=p, max_new_tokens=2) for p in random_prompts(50, 20))
+    refused, served = engine.generate([large, small])
+    assert refused.finish_reason == "error" and "more pages than are left" in str(refused.error)
+    assert served.tokens == tiny.greedy(small.prompt, 2)

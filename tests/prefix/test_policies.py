@@ -106,6 +106,16 @@ def test_a_prefix_that_is_split_off_keeps_its_count():
     assert world.index.probe(pack(other), PUBLIC) == 8
 
 
+def test_the_part_of_a_run_that_was_not_matched_grows_old():
+    world = World(4)
+    world.run(numbers(16))
+    world.run(B)
+    world.run(numbers(8) + numbers(4, 300))
+    world.index.evict(0, 2)
+    assert world.index.probe(pack(numbers(16)), PUBLIC) == 8
+    assert world.index.probe(pack(B), PUBLIC) == 8
+
+
 def test_a_heap_of_ranks_stays_as_small_as_the_tree():
     world = filled("priority")
     use(world, A, 5_000)

@@ -215,6 +215,17 @@ def test_a_sliding_row_keeps_the_pages_that_its_next_token_sees(P, window):
         assert world.pools[0].num_held == len(there)
 
 
+def test_a_row_that_is_opened_anew_slides_from_its_beginning():
+    pool = PagePool(20)
+    tables = PageTables([pool], 4, max_sequences=1, max_pages=10, windows=(5,))
+    for num_tokens in (40, 16):
+        row = tables.open()
+        tables.grow(row, num_tokens)
+        tables.trim(np.array([row]), np.array([num_tokens]))
+        assert pool.num_held == 1  # the next token sees four that are there
+        tables.close(row)
+
+
 @pytest.mark.parametrize("windows", [(5,), (None, 5), (3, None, 9)], ids=str)
 def test_a_prompt_much_longer_than_the_window_is_a_hit_when_it_is_sent_again(windows):
     world = World(4, windows)
