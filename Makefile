@@ -35,13 +35,8 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv and install jaxkv into it, with the tools that the targets below need
 
-demo: $(READY) ## decode five prompts at once with SmolLM2-135M (fetched once, 93 MB)
-	@$(RUN) scripts decode \
-	    "What is a KV cache, and why does a transformer need one?" \
-	    "Name three rivers of Europe." \
-	    "Write a haiku about paging." \
-	    "What is 17 times 6?" \
-	    "Explain in two sentences why the sky is blue."
+demo: $(READY) ## hold a conversation of five turns with SmolLM2-135M (fetched once, 93 MB)
+	@$(RUN) scripts chat --demo
 
 test: $(READY) ## run the tests, but for the slow ones
 	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)

@@ -12,7 +12,7 @@ from typing import Any
 from jaxkv.prefix import PrefixIndex
 from jaxkv.prefix.node import Node, unpack
 
-TEXT_WIDTH = 44
+TEXT_WIDTH = 48
 
 Decode = Callable[[list[int]], str]
 
@@ -194,7 +194,7 @@ def _box(place: _Place, oldest: float) -> str:
     stroke = SHARED_STROKE if node.is_shared else OWN_STROKE
     dashes = "" if node.most_holders else UNHELD_DASHES
     shade = _shade(node.age_seconds / oldest if oldest else 0.0)
-    lines = (node.label(), f"{tokens}, {_shortened(pages)}", f"{held}, {hits}, {age}")
+    lines = (node.label(), _shortened(f"{tokens}, {pages}"), f"{held}, {hits}, {age}")
     return (
         f'<g><rect x="{place.x:g}" y="{place.y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" '
         f'rx="6" fill="{shade}" {stroke}{dashes}/>'

@@ -27,7 +27,7 @@ class EngineMetrics:
         whose K and V were cached.
       generated_tokens: tokens drawn.
       copied_pages: pages copied on write, in all layer groups.
-      evicted_pages: cached pages that went for others.
+      evicted_pages: pages that the index let go: evicted, or outgrown by a fuller one.
       num_preemptions: how often a sequence gave up its pages and started again.
       peak_kv_bytes: most bytes of pages held at once.
       step_shapes: shapes that were run, each compiled once.

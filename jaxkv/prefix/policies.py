@@ -147,10 +147,9 @@ class LFU(Ranked):
     def touch(self, path: Sequence[Node]) -> None:
         """See EvictionPolicy."""
         for node in path:
-            # The upper part of a node that was split has been used as often as the lower one.
-            before = self._count.get(node) or max(
-                map(self._known, node.children.values()), default=0
-            )
+            before = self._known(node)
+            if not before and node.children:  # split off: used as often as its lower part
+                before = max(map(self._known, node.children.values()))
             self._count[node] = max(before, self._floor) + 1
         super().touch(path)
 

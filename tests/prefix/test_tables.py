@@ -256,6 +256,42 @@ def test_pages_behind_a_window_go_first_and_only_then_those_that_a_replay_needs(
     world.check()
 
 
+def test_a_prompt_that_was_answered_at_length_is_still_a_hit_when_it_is_sent_again():
+    world = World(4, (5,))
+    sequence = world.start(numbers(20))
+    world.compute(sequence, 20, trim=False)
+    world.publish(sequence, whole=False)
+    sequence.tokens += numbers(30, 100)
+    world.compute(sequence, 30)
+    world.finish(sequence)
+    assert world.index.evict(0, 9) == 9  # three behind the prompt's end, six behind the answer's
+    assert world.index.probe(pack(sequence.tokens[:19]), PUBLIC) == 19
+    assert world.index.probe(pack(sequence.tokens[:49]), PUBLIC) == 49
+    world.check()
+
+
+def test_pages_behind_a_window_go_first_though_a_row_held_them_before():
+    world = World(4, (5,))
+    sequence = world.start(numbers(20))
+    world.compute(sequence, 20, trim=False)
+    world.publish(sequence, whole=False)
+    assert world.index.evict(0, 9) == 0
+    world.abort(sequence)
+    assert world.index.evict(0, 3) == 3
+    assert world.index.probe(pack(numbers(19)), PUBLIC) == 19
+
+
+def test_pages_that_a_running_row_has_passed_go_when_no_leaf_can_give():
+    world = World(4, (None, 5))
+    sequence = world.start(numbers(20))
+    world.compute(sequence, 20, trim=False)
+    world.publish(sequence, whole=False)
+    world.tables.trim(np.array([sequence.row]), np.array([20]))
+    assert (world.pools[1].num_held, world.pools[1].num_cached) == (1, 4)
+    assert world.index.evict(1, 9) == 4  # one of them not behind the window of position 19
+    world.check()
+
+
 def test_a_hit_is_shortened_to_what_every_group_can_serve():
     world = World(4, (None, 4))
     world.run(numbers(40))

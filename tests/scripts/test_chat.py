@@ -68,7 +68,7 @@ def test_commands_show_the_tree_start_anew_and_end(run):
     first, again = (tuple(map(int, match.groups()[:5])) for match in TURN.finditer(err))
     assert code == 0
     assert chat.HELP in out and "(the tree is empty)" in out and "a new conversation" in out
-    assert '"<|im_start|>user\\none<|im_end|>' in out  # the tree's first node
+    assert '─ "<|im_start|>user\\n' in out  # the tree's first node
     assert (first[0], first[2]) == (1, 0)
     assert (again[0], again[1], again[3]) == (1, first[1], 1)  # all but the last token was cached
 
