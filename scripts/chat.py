@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = cache.add_argument
     add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
     add("--pool-tokens", type=int, default=2048, metavar="N", help="the cache (default: 2048)")
-    add("--chunk", type=int, default=128, metavar="T", help="most tokens a step (default: 128)")
+    add("--chunk", type=int, default=64, metavar="T", help="most tokens a step (default: 64)")
     add("--kv-format", choices=sorted(FORMATS), default="f32", help="(default: %(default)s)")
     args = parser.parse_args(argv)
     if args.max_new_tokens is None:

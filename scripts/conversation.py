@@ -165,8 +165,9 @@ class Talker:
 
     def warm_up(self) -> None:
         """Runs each shape of step once, so that no turn waits for a compiler."""
-        for engine in filter(None, (self.engine, self._twin)):
-            warm_up(engine)
+        warm_up(self.engine)
+        if self._twin is not None:
+            warm_up(self._twin, decodes=False)
 
     def say(self, request: Request, show: Callable[[str], object]) -> tuple[Completion, Turn]:
         """Serves a turn; `show` gets the answer's text as it is made.
@@ -227,8 +228,10 @@ def make_engine(
         raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine, *, decodes: bool = True) -> None:
     """Runs every shape of step once, and a copy of a page: nothing is left to compile.
+
+    Without `decodes`, only what prompts of two tokens and more need for their first token, alone.
 
     A prompt alone is a mixed step of its length, prompts of one token are a decode step. The cache
     is empty before and after.
@@ -239,8 +242,9 @@ def warm_up(engine: Engine) -> None:
 
     longest = min(engine.config.token_budget, engine.max_length - 1)
     for token, length in enumerate(_powers_of_two(longest)):
-        serve([(token,) * length])  # none begins like another
-    for batch in _powers_of_two(engine.config.max_sequences):
+        if length > 1 or decodes:
+            serve([(token,) * length])  # none begins like another
+    for batch in _powers_of_two(engine.config.max_sequences) if decodes else ():
         serve([(0,)] * batch)
     for last in (1, 2):
         serve([(0, 1, 2, last)])  # the second finds three tokens cached, and no whole page

@@ -138,7 +138,7 @@ class Scheduler:
         draft.budget -= len(decoding)
         rows = np.array([sequence.row for sequence in decoding])
         lengths = np.array([len(sequence.tokens) for sequence in decoding])
-        for place in self._tables.lacking(rows, lengths).tolist():
+        for place in self._tables.grow_lacking(rows, lengths).tolist():
             sequence = decoding[place]
             if sequence.row is not None:  # not preempted for the sake of an earlier one
                 self._make_room(sequence, len(sequence.tokens), draft)
