@@ -1,0 +1,60 @@
+"""The golden rule with a prefix index, on real models."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+from jaxkv.engine import Engine, EngineConfig, Request
+from models.loading import load_model
+from tests.engine.disturbances import Disturb, logit_bits, preempt_at
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [
+        ("smollm2", 64),
+        ("gemma3", 16),
+        pytest.param("smollm2", 8, marks=pytest.mark.slow),
+        pytest.param("gemma3", 128, marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_model_answers_from_its_cache_with_the_same_bits(request, name, page_size):
+    """Conversations longer than Gemma's window of 512, with pages that come and go."""
+    model = load_model(str(request.getfixturevalue(f"{name}_path"))).model
+    rng = np.random.default_rng(5)
+    system = tuple(rng.integers(100, 20_000, 530).tolist())
+    users = [tuple(rng.integers(100, 20_000, n).tolist()) for n in (7, 40, 13, 25)]
+
+    def answers(*, prefix_cache: bool, disturb: Disturb | None) -> tuple[Engine, list[np.ndarray]]:
+        engine = Engine(
+            model,
+            EngineConfig(
+                deterministic=True,
+                max_sequences=2,
+                max_length=768,
+                page_size=page_size,
+                prefix_cache=prefix_cache,
+            ),
+        )
+        histories, bits, steps = [system] * 2, [], count()
+        for turn in (users[:2], users[2:]):
+            histories = [h + user for h, user in zip(histories, turn, strict=True)]
+            done = [
+                engine.submit(Request(prompt=h, max_new_tokens=4, keep_logits=True))
+                for h in histories
+            ]
+            while engine.has_work:
+                if disturb:
+                    disturb(engine, next(steps))
+                engine.step()
+            bits += logit_bits(done)
+            histories = [h + tuple(c.tokens) for h, c in zip(histories, done, strict=True)]
+        return engine, bits
+
+    _, want = answers(prefix_cache=False, disturb=None)
+    for disturb in (None, preempt_at(11)):
+        engine, got = answers(prefix_cache=True, disturb=disturb)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert engine.metrics.cached_tokens > 2 * len(system)
