@@ -190,9 +190,7 @@ def _read_params(
     return FlaxDecodeModel.from_named(config, graphdef, named)
 
 
-def _check_stored(
-    metadata: Any, folder: Path, entries: Mapping[str, jax.ShapeDtypeStruct]
-) -> None:
+def _check_stored(metadata: Any, folder: Path, entries: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Raises ModelError where the stored parameters are not those that the config describes."""
     stored = metadata.item_metadata.tree
     for name, shape in entries.items():

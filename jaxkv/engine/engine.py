@@ -160,10 +160,11 @@ class Engine:
         request.check(self._model.vocab_size)
         longest = self.max_length - min(1, request.max_new_tokens)  # a token of answer at least
         if len(request.prompt) > longest:
+            capacity = _capacity(self.spec, self.config.token_budget)
+            cache = "no limit of the cache's" if capacity == math.inf else f"the cache {capacity}"
             raise RequestError(
                 f"the prompt has {len(request.prompt)} tokens; the longest that fits is {longest} "
-                f"(the model takes {self._model.max_positions} with the answer, the cache "
-                f"{_capacity(self.spec)})"
+                f"(the model takes {self._model.max_positions} with the answer, {cache})"
             )
         if request.stop_strings and self._detokenizer is None:
             raise RequestError("stop strings need an engine with a detokenizer")
@@ -487,15 +488,27 @@ class Engine:
             metrics.evicted_pages = self.index.counters.evicted_pages
 
 
-def _capacity(spec: CacheSpec) -> int:
-    """Tokens of the longest sequence that the cache can hold."""
-    full = [n for n, group in zip(spec.num_pages, spec.groups, strict=True) if not group.window]
-    return (min(full or spec.num_pages) - 1) * spec.page_size
+def _capacity(spec: CacheSpec, token_budget: int) -> int | float:
+    """Tokens of the longest sequence that the cache can hold.
+
+    A sliding group sets no limit where it has pages for a window and a chunk: the others go back.
+    """
+    P, tokens = spec.page_size, []
+    for num_pages, group in zip(spec.num_pages, spec.groups, strict=True):
+        if group.window is None or num_pages - 1 < _sliding_pages(group.window, token_budget, P):
+            tokens.append((num_pages - 1) * P)
+    return min(tokens, default=math.inf)
+
+
+def _sliding_pages(window: int, token_budget: int, page_size: int) -> int:
+    """Most pages that a window and a chunk of one sequence touch."""
+    return -(-(window + token_budget) // page_size) + 1
 
 
 def _longest(model: DecodeModel, config: EngineConfig, spec: CacheSpec) -> int:
     """Longest sequence, prompt and answer, that an engine takes."""
-    return min(config.max_length or model.max_positions, model.max_positions, _capacity(spec))
+    capacity = _capacity(spec, config.token_budget)
+    return int(min(config.max_length or model.max_positions, model.max_positions, capacity))
 
 
 def _cache_spec(model: DecodeModel, config: EngineConfig) -> CacheSpec:
@@ -509,7 +522,7 @@ def _cache_spec(model: DecodeModel, config: EngineConfig) -> CacheSpec:
     def most_pages(window: int | None) -> int | float:
         if window is None:
             return math.inf
-        return 2 * config.max_sequences * (-(-(window + config.token_budget) // P) + 1)
+        return 2 * config.max_sequences * _sliding_pages(window, config.token_budget, P)
 
     def spec(num_pages: int) -> CacheSpec:
         """With so many pages for the tokens of a full group, the null page not among them."""

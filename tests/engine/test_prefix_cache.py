@@ -1,15 +1,18 @@
 """Requests that share prefixes: hits, forks, beams, namespaces, aborts, windows and events."""
 
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxkv.engine import Engine, EngineConfig, Request, RequestError, beam_search
 from jaxkv.prefix import Namespace, pack
 from jaxkv.prefix.events import replay
+from models.decoder import Decoder
 from tests.engine.disturbances import preempt_at
-from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
+from tests.engine.tiny import TINY, Tiny, decode_model, random_prompts, run
 
 
 @pytest.mark.parametrize("page_size", [8, 64])
@@ -209,9 +212,7 @@ def test_the_events_of_an_engine_rebuild_its_index(tiny: Tiny):
 
 
 def test_a_request_that_can_never_fit_names_the_longest_that_would(tiny: Tiny):
-    engine = CheckedEngine(
-        tiny.model, EngineConfig(pool_tokens=64, token_budget=64), tiny.functions[False], None
-    )
+    engine = tiny.engine(pool_tokens=64)
     with pytest.raises(RequestError, match="the prompt has 65 tokens; the longest that fits is 63"):
         engine.submit(Request(prompt=(1,) * 65))
 
@@ -232,3 +233,16 @@ def test_a_request_that_pins_leave_no_room_for_ends_with_the_reason(tiny: Tiny):
     refused, served = engine.generate([large, small])
     assert refused.finish_reason == "error" and "more pages than are left" in str(refused.error)
     assert served.tokens == tiny.greedy(small.prompt, 2)
+
+
+def test_where_every_layer_slides_a_sequence_may_be_longer_than_the_pool(tiny: Tiny):
+    layers = tuple(replace(layer, window=12) for layer in TINY.layers)
+    model = decode_model(Decoder(replace(TINY, layers=layers), rngs=nnx.Rngs(0)))
+    options = EngineConfig(max_sequences=1, token_budget=16, page_size=8)
+    engine = Engine(model, options)
+    (prompt,) = random_prompts(200)
+    assert engine.pools[0].capacity * 8 < len(prompt) < engine.max_length == TINY.max_positions
+    found = run(engine, Request(prompt=prompt, max_new_tokens=4))
+    whole = Engine(model, replace(options, token_budget=256, prefix_cache=False))
+    assert found.tokens == run(whole, Request(prompt=prompt, max_new_tokens=4)).tokens
+    assert run(engine, Request(prompt=prompt, max_new_tokens=4)).cached_tokens == 199
