@@ -38,7 +38,9 @@ def evict_always(engine: Engine, number: int) -> None:
 
 
 def preempt_and_evict(engine: Engine, number: int) -> None:
-    preempt_at(number - number % 3)(engine, number)
+    """Both, the first some times: whoever loses all again and again never ends."""
+    if number < 10:
+        preempt_at(number - number % 3)(engine, number)
     evict_always(engine, number)
 
 
