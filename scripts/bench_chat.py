@@ -33,8 +33,8 @@ from jaxkv.engine import EngineConfig
 from models.errors import ModelError
 from scripts import console
 from scripts.chat_systems import Answer, LlamaServer, Ours, Server
-from scripts.conversation import check_config
 from scripts.peers import write_float32_gguf
+from scripts.serving import check_config
 
 MICRO = 1e6
 

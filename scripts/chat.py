@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from jaxkv.cache import FORMATS
-from jaxkv.engine import EngineConfig, PoolState, Request, RequestError, SamplingParams
+from jaxkv.engine import EngineConfig, PoolState, Request, RequestError
 from models.errors import ModelError
 from models.loading import LoadedModel
 from scripts import console
@@ -31,8 +31,8 @@ from scripts.conversation import (
     Conversation,
     Talker,
     Turn,
-    check_config,
 )
+from scripts.serving import add_sampling_arguments, check_config, sampling_params
 from scripts.tree_view import as_text, view
 
 HELP = """\
@@ -52,14 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--system", metavar="TEXT", help="system message")
     add("--max-new-tokens", type=int, metavar="N", help="an answer (default: 256; demo: 48)")
     add("--no-compare", action="store_true", help="don't measure what no index would take")
-    sampling = parser.add_argument_group("sampling (greedy unless --temperature is above 0)")
-    add = sampling.add_argument
-    add("--temperature", type=float, default=0.0)
-    add("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--min-p", type=float, default=0.0, metavar="P")
-    add("--repetition-penalty", type=float, default=1.0, metavar="X")
-    add("--seed", type=int, default=0, help="turn i draws with seed + i")
+    add_sampling_arguments(parser, "turn")
     cache = parser.add_argument_group("cache")
     add = cache.add_argument
     add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
@@ -74,18 +67,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.demo and (args.system or args.temperature):
         parser.error("--demo has a system message of its own, and is greedy")
     return args
-
-
-def sampling_params(args: argparse.Namespace, turn: int) -> SamplingParams:
-    """How turn `turn` draws its tokens."""
-    return SamplingParams(
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed + turn,
-    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-import jax
-
 from jaxkv.engine import Completion, Engine, EngineConfig, PoolState, Request, RequestError
-from jaxkv.engine.request import DetokenizerFactory
 from models.chat import render_chat
 from models.errors import ModelError
 from models.loading import LoadedModel
 from models.tokenizer import StreamDecoder, Tokenizer
+from scripts.serving import make_engine
 
 DEMO_SYSTEM = (
     "You are a patient teacher of how large language models are served. Your student is an "
@@ -204,28 +202,6 @@ class Talker:
             return None
         alone = Request(prompt=request.prompt, max_new_tokens=1, sampling=request.sampling)
         return self._twin.generate([alone])[0].first_token_seconds
-
-
-def check_config(config: EngineConfig) -> None:
-    """Raises RequestError where a value cannot be used, before any model is loaded."""
-    try:
-        config.check()
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-
-
-def make_engine(
-    loaded: LoadedModel, config: EngineConfig, detokenizer: DetokenizerFactory | None = None
-) -> Engine:
-    """An engine for a model.
-
-    Raises:
-      RequestError: its cache does not fit into memory.
-    """
-    try:
-        return Engine(loaded.model, config, detokenizer=detokenizer)
-    except jax.errors.JaxRuntimeError as error:
-        raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None
 
 
 def warm_up(engine: Engine, *, decodes: bool = True) -> None:

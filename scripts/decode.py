@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import FORMATS
 from jaxkv.engine import (
@@ -28,14 +26,19 @@ from jaxkv.engine import (
     Engine,
     EngineConfig,
     Request,
-    RequestError,
-    SamplingParams,
 )
 from models.chat import render_chat
 from models.errors import ModelError
 from models.loading import LoadedModel
 from models.tokenizer import StreamDecoder, Tokenizer
 from scripts import console
+from scripts.serving import (
+    add_sampling_arguments,
+    check_config,
+    make_engine,
+    prompt_lines,
+    sampling_params,
+)
 
 MIN_POOL_TOKENS = 1024
 
@@ -64,14 +67,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text"
     )
     add("--ignore-eos", action="store_true", help="go on past the model's own end token")
-    sampling = parser.add_argument_group("sampling (greedy unless --temperature is above 0)")
-    add = sampling.add_argument
-    add("--temperature", type=float, default=0.0)
-    add("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--min-p", type=float, default=0.0, metavar="P")
-    add("--repetition-penalty", type=float, default=1.0, metavar="X")
-    add("--seed", type=int, default=0, help="prompt i draws with seed + i")
+    add_sampling_arguments(parser, "prompt")
+    add = parser.add_argument
     add("--logprobs", type=int, metavar="N", help="report log-probabilities and the N likeliest")
     cache = parser.add_argument_group("cache and batch")
     add = cache.add_argument
@@ -100,14 +97,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.file is None and sys.stdin.isatty():
         print("type prompts, a line each; end with Ctrl-D", file=sys.stderr)
     data = args.file.read_bytes() if args.file else sys.stdin.buffer.read()
-    try:
-        lines = data.decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{name}: not UTF-8 text, at byte {error.start}") from None
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ModelError(f"{name}: has no prompt")
-    return prompts
+    return prompt_lines(data, name)
 
 
 def encode(prompt: str, tokenizer: Tokenizer, args: argparse.Namespace) -> list[int]:
@@ -121,8 +111,8 @@ def encode(prompt: str, tokenizer: Tokenizer, args: argparse.Namespace) -> list[
         tokenizer.chat_template,
         messages,
         add_generation_prompt=True,
-        bos_token=tokenizer.special_tokens.get("bos_token", ""),
-        eos_token=tokenizer.special_tokens.get("eos_token", ""),
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
     )
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -134,24 +124,17 @@ def make_job(index: int, prompt: str, tokenizer: Tokenizer, args: argparse.Names
     except ModelError as error:
         return Job(prompt, error=str(error))
     stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
-    return Job(prompt, make_request(ids, stop_ids, args.seed + index, args))
+    return Job(prompt, make_request(ids, stop_ids, index, args))
 
 
 def make_request(
-    ids: list[int], stop_ids: frozenset[int], seed: int, args: argparse.Namespace
+    ids: list[int], stop_ids: frozenset[int], index: int, args: argparse.Namespace
 ) -> Request:
     """A request with the options of the command line."""
     return Request(
         prompt=tuple(ids),
         max_new_tokens=args.max_new_tokens,
-        sampling=SamplingParams(
-            repetition_penalty=args.repetition_penalty,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            seed=seed,
-        ),
+        sampling=sampling_params(args, index),
         stop_ids=stop_ids,
         stop_strings=tuple(args.stop),
         logprobs=args.logprobs,
@@ -173,14 +156,11 @@ def engine_config(args: argparse.Namespace, pool_tokens: int) -> EngineConfig:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises RequestError for an option that no prompt could be served with."""
-    make_request([0], frozenset(), args.seed, args).check(vocab_size=1)
-    try:
-        engine_config(args, MIN_POOL_TOKENS).check()
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    make_request([0], frozenset(), 0, args).check(vocab_size=1)
+    check_config(engine_config(args, MIN_POOL_TOKENS))
 
 
-def make_engine(
+def engine_for(
     loaded: LoadedModel, requests: Sequence[Request], args: argparse.Namespace
 ) -> Engine:
     """An engine whose cache holds the longest requests that may run at once."""
@@ -190,12 +170,7 @@ def make_engine(
     # Whole pages each, then a power of two: runs of like size share their compiled steps.
     needed = sum(-(-need // args.page_size) * args.page_size for need in needs[: args.batch])
     config = engine_config(args, max(MIN_POOL_TOKENS, 1 << (needed - 1).bit_length()))
-    try:
-        return Engine(
-            loaded.model, config, detokenizer=lambda: StreamDecoder(tokenizer, continues=True)
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None
+    return make_engine(loaded, config, lambda: StreamDecoder(tokenizer, continues=True))
 
 
 def serve(engine: Engine, jobs: Sequence[Job], *, echo: bool) -> None:
@@ -277,7 +252,7 @@ def main(argv: list[str]) -> int:
     if args.system and (args.raw or tokenizer.chat_template is None):
         raise ModelError("--system needs a chat template, and here is none")
     jobs = [make_job(i, prompt, tokenizer, args) for i, prompt in enumerate(prompts)]
-    engine = make_engine(loaded, [job.request for job in jobs if job.request is not None], args)
+    engine = engine_for(loaded, [job.request for job in jobs if job.request is not None], args)
     echo = len(jobs) == 1 and not args.json
     serve(engine, jobs, echo=echo)
     if args.json:

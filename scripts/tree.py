@@ -19,17 +19,11 @@ import sys
 from pathlib import Path
 
 from jaxkv.engine import Completion, Engine, EngineConfig, Request
-from models.errors import ModelError
 from models.loading import LoadedModel
 from models.tokenizer import Tokenizer
 from scripts import console
-from scripts.conversation import (
-    DEMO_SYSTEM,
-    DEMO_TURNS,
-    Conversation,
-    check_config,
-    make_engine,
-)
+from scripts.conversation import DEMO_SYSTEM, DEMO_TURNS, Conversation
+from scripts.serving import check_config, make_engine, prompt_lines
 from scripts.tree_view import as_svg, as_text, view
 
 MAX_SEQUENCES = 16  # served at once
@@ -60,14 +54,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts of arguments or file, without blank lines; empty where there is neither."""
     if args.file is None:
         return args.prompts
-    try:
-        lines = args.file.read_bytes().decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{args.file}: not UTF-8 text, at byte {error.start}") from None
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ModelError(f"{args.file}: has no prompt")
-    return prompts
+    return prompt_lines(args.file.read_bytes(), str(args.file))
 
 
 def converse(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
@@ -92,7 +79,7 @@ def serve(engine: Engine, requests: list[Request], *, to_the_end: bool) -> list[
       RequestError: one of them does not fit.
     """
     running = [engine.submit(request) for request in requests]
-    while any(not c.tokens or (to_the_end and c.finish_reason is None) for c in running):
+    while any(c.finish_reason is None and (to_the_end or not c.tokens) for c in running):
         engine.step()
     return running
 

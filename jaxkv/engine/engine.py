@@ -8,18 +8,14 @@ Not here: which sequence goes first (`scheduler`), what a step computes (`step`,
 """
 
 import dataclasses
-import math
 import time
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import preferred_layout
-from jaxkv.cache import CacheSpec, get_format, group_layers, init_cache
+from jaxkv.cache import init_cache
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.metrics import EngineMetrics, PoolState
 from jaxkv.engine.model import DecodeModel
@@ -30,22 +26,21 @@ from jaxkv.engine.request import (
     FinishReason,
     Request,
     RequestError,
-    SamplingParams,
     TokenLogprob,
 )
-from jaxkv.engine.sampling import Sampled, pack_controls
+from jaxkv.engine.sampling import Sampled, SamplingRows
 from jaxkv.engine.scheduler import Scheduler, StepPlan
 from jaxkv.engine.sequence import Sequence, mark_seen
+from jaxkv.engine.sizing import cache_capacity, longest_sequence, plan_cache
 from jaxkv.engine.step import (
     ShapeTable,
     StepFunctions,
     StepLayout,
     StepResult,
-    StepShape,
     build_buffer,
 )
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.prefix import POLICIES, Event, Namespace, PagePool, PageTables, PrefixIndex
+from jaxkv.prefix import POLICIES, Event, Namespace, PagePool, PageTables, Pins, PrefixIndex
 
 
 class Engine:
@@ -56,6 +51,7 @@ class Engine:
       spec: of the cache.
       pools: page pool of each layer group.
       index: of cached prefixes; None where the config switches it off.
+      pins: prefixes that stay in it; None as well.
       metrics: what was done so far.
     """
 
@@ -83,18 +79,20 @@ class Engine:
         self.config.check()
         self._model = model
         self._detokenizer = detokenizer
-        self.spec = _cache_spec(model, self.config)
+        self.spec = plan_cache(model, self.config)
         self._cache = init_cache(self.spec)
         self.pools = [PagePool(n) for n in self.spec.num_pages]
         self._bytes_per_page = [self.spec.bytes_per_page(g) for g in range(len(self.pools))]
         windows = [group.window for group in self.spec.groups]
         self.index: PrefixIndex | None = None
+        self.pins: Pins | None = None
         if self.config.prefix_cache:
             policy = POLICIES[self.config.eviction]()
             self.index = PrefixIndex(
                 self.pools, self.config.page_size, windows, policy=policy, events=page_events
             )
-        self.max_length = _longest(model, self.config, self.spec)
+            self.pins = Pins(self.index)
+        self.max_length = longest_sequence(model, self.config, self.spec)
         self._tables = PageTables(
             self.pools,
             self.config.page_size,
@@ -102,6 +100,7 @@ class Engine:
             max_pages=-(-self.max_length // self.config.page_size),
             windows=windows,
             index=self.index,
+            pins=self.pins,
         )
         self._shapes = ShapeTable.plan(
             self.config.max_sequences,
@@ -118,9 +117,7 @@ class Engine:
         self._functions = StepFunctions(
             model, backend=self.config.backend, deterministic=self.config.deterministic
         )
-        padding = pack_controls(SamplingParams())
-        self._controls = np.tile(padding, (self.config.max_sequences + 1, 1))
-        self._nothing_seen: dict[int, jax.Array] = {}  # by B
+        self._sampling = SamplingRows(self.config.max_sequences, model.vocab_size)
         self._sequences: dict[int, Sequence] = {}
         self._parked: dict[int, list[Delta]] = {}  # of the requests of open streams
         self._next_id = 0
@@ -144,12 +141,19 @@ class Engine:
         """Pages that are free, cached and held, of each layer group."""
         return [PoolState(pool.num_free, pool.num_cached, pool.num_held) for pool in self.pools]
 
+    def namespace(
+        self, adapter: tuple[str, int] | None = None, cache_salt: str | None = None
+    ) -> Namespace:
+        """Where the index keeps the prefixes of requests with this adapter and salt."""
+        return Namespace(kv_format=self.config.kv_format, adapter=adapter, salt=cache_salt)
+
     def submit(self, request: Request, *, stepwise: bool = False) -> Completion:
         """Queues a request.
 
         Args:
           request: the request.
-          stepwise: wait after each token until `resume` says with which one to go on.
+          stepwise: wait after each token until `resume` says with which one to go on. Such a
+            request has no text.
 
         Returns:
           Its completion, which later steps fill; further answers (`Request.n`) are its `samples`.
@@ -160,16 +164,17 @@ class Engine:
         request.check(self._model.vocab_size)
         longest = self.max_length - min(1, request.max_new_tokens)  # a token of answer at least
         if len(request.prompt) > longest:
-            capacity = _capacity(self.spec, self.config.token_budget)
-            cache = "no limit of the cache's" if capacity == math.inf else f"the cache {capacity}"
+            capacity = cache_capacity(self.spec, self.config)
+            cache = "" if capacity is None else f", the cache {capacity}"
             raise RequestError(
                 f"the prompt has {len(request.prompt)} tokens; the longest that fits is {longest} "
-                f"(the model takes {self._model.max_positions} with the answer, {cache})"
+                f"(the model takes {self._model.max_positions} with the answer{cache})"
             )
-        if request.stop_strings and self._detokenizer is None:
-            raise RequestError("stop strings need an engine with a detokenizer")
-        first = self._queue(request, array("i", request.prompt))
-        first.stepwise = stepwise
+        if request.stop_strings and (stepwise or self._detokenizer is None):
+            raise RequestError("stop strings need an engine with a detokenizer, and no stepwise")
+        if request.n > 1 and stepwise:
+            raise RequestError("a stepwise request has one answer: fork it for more")
+        first = self._queue(request, array("i", request.prompt), stepwise=stepwise)
         for i in range(1, request.n):
             sampling = dataclasses.replace(
                 request.sampling, seed=(request.sampling.seed + i) % (1 << 32)
@@ -180,37 +185,32 @@ class Engine:
         return first.completion
 
     def fork(self, request_id: int, *, last_token: int) -> Completion:
-        """Starts a further request that goes on from what another one has generated so far.
+        """Starts a further request that goes on from what a stepwise one has generated so far.
 
         The two share pages up to there, and from then on have nothing to do with each other.
 
         Args:
-          request_id: of an unfinished request that has generated a token.
+          request_id: of a stepwise request that waits after a token.
           last_token: in place of the token that was generated last.
 
         Raises:
-          RequestError: there is no such request, or no such token.
+          RequestError: no such request waits, or the token is not in the vocabulary.
         """
-        origin = self._unfinished(request_id)
-        sequence = self._queue(origin.request, array("i", origin.tokens), fork_of=origin)
-        sequence.stepwise = origin.stepwise
+        origin = self._paused(request_id, last_token)
+        tokens = array("i", origin.tokens)
+        sequence = self._queue(origin.request, tokens, fork_of=origin, stepwise=True)
         sequence.completion.tokens = list(origin.completion.tokens)
         sequence.completion.logprobs = list(origin.completion.logprobs)
-        self.resume(sequence.completion.request_id, last_token)
+        self._go_on(sequence, last_token)
         return sequence.completion
 
     def resume(self, request_id: int, last_token: int) -> None:
-        """Lets a request go on, with another token in the place of the one it generated last.
+        """Lets a stepwise request go on, with `last_token` for the one it generated last.
 
         Raises:
-          RequestError: no unfinished request has this number and a generated token, or the token
-            is not in the vocabulary.
+          RequestError: no such request waits, or the token is not in the vocabulary.
         """
-        sequence = self._unfinished(request_id)
-        if not 0 <= last_token < self._model.vocab_size:
-            raise RequestError(f"token id {last_token} is outside the vocabulary")
-        sequence.tokens[-1] = sequence.completion.tokens[-1] = last_token
-        sequence.paused = False
+        self._go_on(self._paused(request_id, last_token), last_token)
 
     def abort(self, request_id: int) -> None:
         """Ends a request in any state; one that has ended stays as it is.
@@ -241,9 +241,9 @@ class Engine:
             max_pages=self._tables.pages[0].shape[1],
         )
         for sequence in plan.started:
-            self._controls[sequence.row] = pack_controls(sequence.request.sampling)
-        buffer = build_buffer(plan, layout, self._tables, self._controls)
-        seen = self._seen_bits(plan, shape)
+            self._sampling.set(sequence.row, sequence.request.sampling)
+        buffer = build_buffer(plan, layout, self._tables, self._sampling.controls)
+        seen = self._sampling.seen([s.seen for s in plan.sequences], shape.num_sequences)
         launched = time.perf_counter()
         result, self._cache = self._functions.run(self._cache, buffer, seen, layout)
         tokens = np.asarray(result.sampled.token).tolist()  # waits for the step
@@ -311,7 +311,14 @@ class Engine:
             if parked is not None:
                 parked.append(delta)
 
-    def _queue(self, request: Request, tokens: array, fork_of: Sequence | None = None) -> Sequence:
+    def _queue(
+        self,
+        request: Request,
+        tokens: array,
+        *,
+        fork_of: Sequence | None = None,
+        stepwise: bool = False,
+    ) -> Sequence:
         """Makes a sequence of a checked request and queues it."""
         completion = Completion(self._next_id, len(request.prompt))
         if request.prompt_logprobs:
@@ -319,30 +326,34 @@ class Engine:
         sequence = Sequence(
             request=request,
             completion=completion,
-            namespace=Namespace(
-                kv_format=self.config.kv_format,
-                adapter=request.adapter,
-                salt=request.cache_salt,
-            ),
+            namespace=self.namespace(request.adapter, request.cache_salt),
             max_tokens=min(len(request.prompt) + request.max_new_tokens, self.max_length),
             tokens=tokens,
-            text=self._answer_text(request),
+            text=None if stepwise else self._answer_text(request),
             seen=self._seen(request, tokens),
             submitted=time.perf_counter(),
             fork_of=None if request.prompt_logprobs else fork_of,
             fork_at=len(tokens) - 1,
+            stepwise=stepwise,
         )
         self._sequences[completion.request_id] = sequence
         self._next_id += 1
         self._scheduler.add(sequence)
         return sequence
 
-    def _unfinished(self, request_id: int) -> Sequence:
-        """An unfinished request that has generated a token."""
+    def _paused(self, request_id: int, last_token: int) -> Sequence:
+        """A stepwise request that waits after a token, for which `last_token` may stand."""
         sequence = self._sequences.get(request_id)
-        if sequence is None or not sequence.completion.tokens:
-            raise RequestError(f"request {request_id} has ended, or has no token yet")
+        if sequence is None or not sequence.paused:
+            raise RequestError(f"request {request_id} does not wait after a token")
+        if not 0 <= last_token < self._model.vocab_size:
+            raise RequestError(f"token id {last_token} is outside the vocabulary")
         return sequence
+
+    def _go_on(self, sequence: Sequence, last_token: int) -> None:
+        sequence.tokens[-1] = sequence.completion.tokens[-1] = last_token
+        sequence.seen = self._seen(sequence.request, sequence.tokens)
+        sequence.paused = False
 
     def _submit_or_refuse(self, request: Request) -> Completion:
         try:
@@ -368,19 +379,6 @@ class Engine:
         seen = np.zeros(-(-self._model.vocab_size // 8), np.uint8)
         mark_seen(seen, tokens.tolist())
         return seen
-
-    def _seen_bits(self, plan: StepPlan, shape: StepShape) -> jax.Array | np.ndarray:
-        """`[B, ceil(V / 8)]` uint8, the tokens that each sequence has seen, where it matters."""
-        B, width = shape.num_sequences, -(-self._model.vocab_size // 8)
-        if all(sequence.seen is None for sequence in plan.sequences):
-            if B not in self._nothing_seen:
-                self._nothing_seen[B] = jnp.zeros((B, width), jnp.uint8)
-            return self._nothing_seen[B]
-        bits = np.zeros((B, width), np.uint8)
-        for row, sequence in enumerate(plan.sequences):
-            if sequence.seen is not None:
-                bits[row] = sequence.seen
-        return bits
 
     def _book(self, plan: StepPlan, result: StepResult, tokens: list[int]) -> list[Delta]:
         """Applies a step's result to its sequences."""
@@ -486,57 +484,3 @@ class Engine:
         metrics.step_shapes = len(self._functions.shapes)
         if self.index is not None:
             metrics.evicted_pages = self.index.counters.evicted_pages
-
-
-def _capacity(spec: CacheSpec, token_budget: int) -> int | float:
-    """Tokens of the longest sequence that the cache can hold.
-
-    A sliding group sets no limit where it has pages for a window and a chunk: the others go back.
-    """
-    P, tokens = spec.page_size, []
-    for num_pages, group in zip(spec.num_pages, spec.groups, strict=True):
-        if group.window is None or num_pages - 1 < _sliding_pages(group.window, token_budget, P):
-            tokens.append((num_pages - 1) * P)
-    return min(tokens, default=math.inf)
-
-
-def _sliding_pages(window: int, token_budget: int, page_size: int) -> int:
-    """Most pages that a window and a chunk of one sequence touch."""
-    return -(-(window + token_budget) // page_size) + 1
-
-
-def _longest(model: DecodeModel, config: EngineConfig, spec: CacheSpec) -> int:
-    """Longest sequence, prompt and answer, that an engine takes."""
-    capacity = _capacity(spec, config.token_budget)
-    return int(min(config.max_length or model.max_positions, model.max_positions, capacity))
-
-
-def _cache_spec(model: DecodeModel, config: EngineConfig) -> CacheSpec:
-    """Sizes the cache: see `EngineConfig.pool_tokens`.
-
-    A sliding group has pages for twice what the windows and chunks of all sequences take: the rest
-    is for windows that later requests go on from.
-    """
-    P, kv_format = config.page_size, get_format(config.kv_format)
-
-    def most_pages(window: int | None) -> int | float:
-        if window is None:
-            return math.inf
-        return 2 * config.max_sequences * _sliding_pages(window, config.token_budget, P)
-
-    def spec(num_pages: int) -> CacheSpec:
-        """With so many pages for the tokens of a full group, the null page not among them."""
-        windows = [group.window for group in group_layers(model.layers)]
-        return CacheSpec(
-            layers=model.layers,
-            page_size=P,
-            num_pages=tuple(int(min(num_pages, most_pages(w))) + 1 for w in windows),
-            format=kv_format,
-            layout=preferred_layout(),
-        )
-
-    if config.pool_tokens is not None:
-        return spec(-(-config.pool_tokens // P))
-    longest = min(config.max_length or model.max_positions, model.max_positions)
-    sizes = range(1, config.max_sequences * -(-longest // P) + 1)
-    return spec(max(1, bisect_right(sizes, config.pool_bytes, key=lambda n: spec(n).nbytes)))

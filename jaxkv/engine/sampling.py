@@ -4,6 +4,7 @@ Pure functions. What no row of a batch asks for is skipped at run time, so that 
 serves greedy and sampled requests alike.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import jax
@@ -60,6 +61,36 @@ def pack_controls(params: SamplingParams) -> np.ndarray:
     seed = np.array([params.seed], np.uint32)
     packed = [*floats.view(np.int32), top_k, *seed.view(np.int32), 0]
     return np.array(packed, np.int32)
+
+
+class SamplingRows:
+    """Sampling parameters of running sequences, by their rows of the page tables.
+
+    Attributes:
+      controls: `[R + 1, NUM_CONTROLS]` int32; the last row is for padding.
+    """
+
+    def __init__(self, max_sequences: int, vocab_size: int):
+        self.controls = np.tile(pack_controls(SamplingParams()), (max_sequences + 1, 1))
+        self._width = -(-vocab_size // 8)
+        self._nothing_seen: dict[int, jax.Array] = {}  # by B; on the device already
+
+    def set(self, row: int | None, params: SamplingParams) -> None:
+        """A row is a new sequence's."""
+        self.controls[row] = pack_controls(params)
+
+    def seen(self, masks: Seq[np.ndarray | None], num_rows: int) -> jax.Array | np.ndarray:
+        """`[num_rows, ceil(V / 8)]` uint8, the tokens that each sequence has seen, where it asks
+        for a penalty."""
+        if all(mask is None for mask in masks):
+            if num_rows not in self._nothing_seen:
+                self._nothing_seen[num_rows] = jnp.zeros((num_rows, self._width), jnp.uint8)
+            return self._nothing_seen[num_rows]
+        bits = np.zeros((num_rows, self._width), np.uint8)
+        for row, mask in enumerate(masks):
+            if mask is not None:
+                bits[row] = mask
+        return bits
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,7 @@ gives up its row and starts again later, from what is then still cached of it.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,9 @@ class Scheduler:
         self._add_decoding(draft)
         for sequence in [s for s in self.running if not s.is_decoding]:
             if sequence.row is not None and draft.budget and not sequence.paused:
-                self._add_running(sequence, min(sequence.num_uncomputed, draft.budget), draft)
+                num_tokens = min(sequence.num_uncomputed, draft.budget)
+                draft.add(sequence, num_tokens)
+                self._make_room(sequence, sequence.num_computed + num_tokens, draft)
         if self.num_preemptions == num_preemptions:  # whoever had to go would only come back
             self._admit(draft)
         if not draft.shares and self.waiting:  # for the rows and pages of those that are paused
@@ -143,10 +145,6 @@ class Scheduler:
             if sequence.row is not None:  # not preempted for the sake of an earlier one
                 self._make_room(sequence, len(sequence.tokens), draft)
 
-    def _add_running(self, sequence: Sequence, num_tokens: int, draft: "_Draft") -> None:
-        draft.add(sequence, num_tokens)
-        self._make_room(sequence, sequence.num_computed + num_tokens, draft)
-
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: "_Draft") -> None:
         """Grows a running sequence, preempting those that count less, or itself."""
         while sequence.row is not None:
@@ -182,8 +180,7 @@ class Scheduler:
         try:
             self._tables.grow(sequence.row, sequence.num_computed + num_tokens)
         except OutOfPages:
-            self._tables.close(sequence.row)
-            sequence.row, sequence.num_computed, sequence.sources = None, 0, ()
+            self._close(sequence)
             return False
         self.waiting.admit(sequence)
         self._cached.pop(sequence, None)
@@ -264,10 +261,14 @@ class Scheduler:
         )
 
     def _stop(self, sequence: Sequence) -> None:
-        """The one place where a row is given back; what it holds becomes known first."""
-        assert sequence.row is not None
+        """Ends a sequence's run; what its row holds becomes known first."""
         self.running.remove(sequence)
         self._publish(sequence, sequence.num_computed)
+        self._close(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        """The one place where a row is given back."""
+        assert sequence.row is not None
         self._tables.close(sequence.row)
         sequence.row, sequence.num_computed, sequence.sources = None, 0, ()
 
@@ -295,10 +296,8 @@ class _Draft:
     """A plan in the making: the tokens left, and each sequence's share."""
 
     budget: int
-
-    def __post_init__(self) -> None:
-        self.shares: dict[Sequence, int] = {}
-        self.started: list[Sequence] = []
+    shares: dict[Sequence, int] = field(default_factory=dict)
+    started: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         self.shares[sequence] = num_tokens

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxkv.engine import Engine, EngineConfig, Request, RequestError, beam_search
-from jaxkv.prefix import Namespace, pack
+from jaxkv.engine import Engine, EngineConfig, Request, RequestError, SamplingParams, beam_search
+from jaxkv.prefix import pack
 from jaxkv.prefix.events import replay
 from models.decoder import Decoder
 from tests.engine.disturbances import preempt_at
@@ -49,7 +49,7 @@ def test_n_answers_take_the_pages_of_one_prompt_and_their_tails(tiny: Tiny, pref
     engine = tiny.engine(page_size=8, prefix_cache=prefix_cache)
     (prompt,) = random_prompts(61)
     sampling = dict(temperature=1.0, seed=11)
-    asked = Request(prompt=prompt, max_new_tokens=8, n=4, sampling=_sampling(**sampling))
+    asked = Request(prompt=prompt, max_new_tokens=8, n=4, sampling=SamplingParams(**sampling))
     first = engine.submit(asked)
     most_held = 0
     while engine.has_work:
@@ -62,16 +62,10 @@ def test_n_answers_take_the_pages_of_one_prompt_and_their_tails(tiny: Tiny, pref
     for i, tokens in enumerate(answers):
         alone = tiny.engine(prefix_cache=False)
         one = Request(
-            prompt=prompt, max_new_tokens=8, sampling=_sampling(temperature=1.0, seed=11 + i)
+            prompt=prompt, max_new_tokens=8, sampling=SamplingParams(temperature=1.0, seed=11 + i)
         )
         assert run(alone, one).tokens == tokens
     assert sum(c.computed_tokens for c in (first, *first.samples)) == 61 + 7 + 3 * (1 + 7)
-
-
-def _sampling(**options):
-    from jaxkv.engine import SamplingParams
-
-    return SamplingParams(**options)
 
 
 @pytest.mark.parametrize("config", [{}, dict(prefix_cache=False), dict(max_sequences=2)], ids=str)
@@ -223,7 +217,7 @@ def test_a_probe_finds_what_a_request_would_and_changes_nothing(tiny: Tiny):
     run(engine, Request(prompt=prompt, max_new_tokens=2))
     assert engine.index is not None
     before = list(engine.index._policy._order)
-    assert engine.index.probe(pack(prompt[:30]), Namespace(kv_format="f32")) == 30
+    assert engine.index.probe(pack(prompt[:30]), engine.namespace()) == 30
     assert list(engine.index._policy._order) == before
 
 
@@ -246,3 +240,42 @@ def test_where_every_layer_slides_a_sequence_may_be_longer_than_the_pool(tiny: T
     whole = Engine(model, replace(options, token_budget=256, prefix_cache=False))
     assert found.tokens == run(whole, Request(prompt=prompt, max_new_tokens=4)).tokens
     assert run(engine, Request(prompt=prompt, max_new_tokens=4)).cached_tokens == 199
+
+
+def test_a_pinned_prefix_stays_whatever_comes(tiny: Tiny):
+    engine = tiny.engine(page_size=8, pool_tokens=128)
+    system, *others = random_prompts(33, 100, 90, 110, seed=9)
+    run(engine, Request(prompt=system, max_new_tokens=1))
+    assert engine.index is not None and engine.pins is not None
+    pin = engine.pins.pin(pack(system), engine.namespace(), ttl_seconds=3600)
+    for prompt in others:
+        asked = Request(prompt=prompt[:80], max_new_tokens=2)
+        assert run(engine, asked).tokens == tiny.greedy(asked.prompt, 2)
+    assert engine.index.probe(pack(system), engine.namespace()) == len(system)
+    with pytest.raises(ValueError, match="pages are in use"):
+        engine.reset_cache()
+    engine.pins.unpin(pin)
+    engine.reset_cache()
+
+
+def test_a_stepwise_request_waits_for_the_token_to_go_on_with(tiny: Tiny):
+    engine = tiny.engine()
+    (prompt,) = random_prompts(20)
+    asked = Request(prompt=prompt, max_new_tokens=3)
+    with pytest.raises(RequestError, match="one answer"):
+        engine.submit(replace(asked, n=2), stepwise=True)
+    completion = engine.submit(asked, stepwise=True)
+    with pytest.raises(RequestError, match="does not wait"):
+        engine.resume(completion.request_id, 5)
+    for _ in range(3):
+        engine.step()
+    assert len(completion.tokens) == 1
+    with pytest.raises(RequestError, match="token id 97 is outside"):
+        engine.fork(completion.request_id, last_token=97)
+    assert len(engine._sequences) == 1
+    branch = engine.fork(completion.request_id, last_token=7)
+    engine.resume(completion.request_id, 5)
+    engine.step()
+    for one, token in ((completion, 5), (branch, 7)):
+        assert one.tokens == [token, *tiny.greedy((*prompt, token), 1)]
+        engine.abort(one.request_id)

@@ -107,7 +107,8 @@ class CheckedEngine(Engine):
     def step(self) -> list[Delta]:
         deltas = super().step()
         if self.index is not None:
-            check_integrity(self.index, self._tables, [self._taken])
+            pinned = self.pins.holdings() if self.pins is not None else []
+            check_integrity(self.index, self._tables, [self._taken, *pinned])
         for pool in self.pools:
             pool.check_integrity()
         check_cache(self._cache, self.spec)
@@ -118,8 +119,10 @@ class CheckedEngine(Engine):
 
     @property
     def held_pages(self) -> list[int]:
-        """Pages that sequences hold, in each layer group."""
-        return [pool.num_held - len(ids) for pool, ids in zip(self.pools, self._taken, strict=True)]
+        """Pages that sequences hold, in each layer group; a pinned page counts for its pin."""
+        pinned = [self.pins.num_pinned(g) if self.pins else 0 for g in range(len(self.pools))]
+        others = [len(ids) + n for ids, n in zip(self._taken, pinned, strict=True)]
+        return [pool.num_held - n for pool, n in zip(self.pools, others, strict=True)]
 
     @property
     def cache(self) -> KVCache:

@@ -9,7 +9,8 @@ from jaxkv.engine import Completion, EngineConfig, Request, RequestError
 from models.errors import ModelError
 from models.loading import LoadedModel, load_model
 from models.tokenizer import Tokenizer
-from scripts.conversation import Conversation, Talker, make_engine, warm_up
+from scripts.conversation import Conversation, Talker, warm_up
+from scripts.serving import make_engine
 from tests.models.tiny_checkpoint import write_hf
 
 # As SmolLM2's own, and in the manner of Gemma's: it names the assistant "model", trims what is

@@ -1,0 +1,69 @@
+"""How large an engine's cache is, and the longest sequence that it takes.
+
+A sliding group needs pages for windows and chunks alone: what lies behind a window goes back to the
+pool while its sequence runs. Not here: the values that may be asked for (`config`).
+"""
+
+import math
+from bisect import bisect_right
+
+from jaxkv.attention import preferred_layout
+from jaxkv.cache import CacheSpec, get_format, group_layers
+from jaxkv.engine.config import EngineConfig
+from jaxkv.engine.model import DecodeModel
+
+
+def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
+    """Sizes the cache: see `EngineConfig.pool_tokens`.
+
+    A sliding group has pages for twice what the windows and chunks of all sequences take: the rest
+    is for windows that later requests go on from.
+    """
+    P, kv_format = config.page_size, get_format(config.kv_format)
+    windows = [group.window for group in group_layers(model.layers)]
+
+    def most_pages(window: int | None) -> int | float:
+        if window is None:
+            return math.inf
+        return 2 * config.max_sequences * _sliding_pages(window, config)
+
+    def spec(num_pages: int) -> CacheSpec:
+        """With so many pages for the tokens of a full group, the null page not among them."""
+        return CacheSpec(
+            layers=model.layers,
+            page_size=P,
+            num_pages=tuple(int(min(num_pages, most_pages(w))) + 1 for w in windows),
+            format=kv_format,
+            layout=preferred_layout(),
+        )
+
+    if config.pool_tokens is not None:
+        return spec(-(-config.pool_tokens // P))
+    sizes = range(1, config.max_sequences * -(-_asked_length(model, config) // P) + 1)
+    return spec(max(1, bisect_right(sizes, config.pool_bytes, key=lambda n: spec(n).nbytes)))
+
+
+def cache_capacity(spec: CacheSpec, config: EngineConfig) -> int | None:
+    """Tokens of the longest sequence that a cache can hold; None where it sets no limit."""
+    tokens = [
+        (num_pages - 1) * spec.page_size
+        for num_pages, group in zip(spec.num_pages, spec.groups, strict=True)
+        if group.window is None or num_pages - 1 < _sliding_pages(group.window, config)
+    ]
+    return min(tokens, default=None)
+
+
+def longest_sequence(model: DecodeModel, config: EngineConfig, spec: CacheSpec) -> int:
+    """Tokens of the longest sequence, prompt and answer, that an engine takes."""
+    capacity = cache_capacity(spec, config)
+    longest = _asked_length(model, config)
+    return longest if capacity is None else min(longest, capacity)
+
+
+def _asked_length(model: DecodeModel, config: EngineConfig) -> int:
+    return min(config.max_length or model.max_positions, model.max_positions)
+
+
+def _sliding_pages(window: int, config: EngineConfig) -> int:
+    """Most pages that a window and a chunk of one sequence touch."""
+    return -(-(window + config.token_budget) // config.page_size) + 1

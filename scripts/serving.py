@@ -1,0 +1,75 @@
+"""What the mains that serve a model share: options of sampling, prompts of a file, the engine.
+
+Not a command. Apart from `console`, which every main has, because this imports jax.
+"""
+
+import argparse
+
+import jax
+
+from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
+from jaxkv.engine.request import DetokenizerFactory
+from models.errors import ModelError
+from models.loading import LoadedModel
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, drawn: str) -> None:
+    """Adds the options that `sampling_params` reads; `drawn` is what is drawn with seed + i."""
+    group = parser.add_argument_group("sampling (greedy unless --temperature is above 0)")
+    add = group.add_argument
+    add("--temperature", type=float, default=0.0)
+    add("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
+    add("--top-p", type=float, default=1.0, metavar="P")
+    add("--min-p", type=float, default=0.0, metavar="P")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X")
+    add("--seed", type=int, default=0, help=f"{drawn} i draws with seed + i")
+
+
+def sampling_params(args: argparse.Namespace, index: int) -> SamplingParams:
+    """How the `index`-th of a command's prompts or turns draws its tokens."""
+    return SamplingParams(
+        repetition_penalty=args.repetition_penalty,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed + index,
+    )
+
+
+def prompt_lines(data: bytes, name: str) -> list[str]:
+    """The prompts of a file or stream, a line each; blank lines are left out.
+
+    Raises:
+      ModelError: there is none, or the text is not UTF-8.
+    """
+    try:
+        lines = data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{name}: not UTF-8 text, at byte {error.start}") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ModelError(f"{name}: has no prompt")
+    return prompts
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raises RequestError where a value cannot be used, before any model is loaded."""
+    try:
+        config.check()
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+
+
+def make_engine(
+    loaded: LoadedModel, config: EngineConfig, detokenizer: DetokenizerFactory | None = None
+) -> Engine:
+    """An engine for a model.
+
+    Raises:
+      RequestError: its cache does not fit into memory.
+    """
+    try:
+        return Engine(loaded.model, config, detokenizer=detokenizer)
+    except jax.errors.JaxRuntimeError as error:
+        raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None
