@@ -40,7 +40,16 @@ from jaxkv.engine.step import (
     build_buffer,
 )
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.prefix import POLICIES, Event, Namespace, PagePool, PageTables, Pins, PrefixIndex
+from jaxkv.prefix import (
+    POLICIES,
+    Event,
+    Namespace,
+    PagePool,
+    PageTables,
+    Pins,
+    PrefixIndex,
+    pack,
+)
 
 
 class Engine:
@@ -174,13 +183,13 @@ class Engine:
             raise RequestError("stop strings need an engine with a detokenizer, and no stepwise")
         if request.n > 1 and stepwise:
             raise RequestError("a stepwise request has one answer: fork it for more")
-        first = self._queue(request, array("i", request.prompt), stepwise=stepwise)
+        first = self._queue(request, stepwise=stepwise)
         for i in range(1, request.n):
             sampling = dataclasses.replace(
                 request.sampling, seed=(request.sampling.seed + i) % (1 << 32)
             )
             other = dataclasses.replace(request, sampling=sampling, n=1)
-            sample = self._queue(other, array("i", request.prompt), fork_of=first)
+            sample = self._queue(other, fork_of=first)
             first.completion.samples.append(sample.completion)
         return first.completion
 
@@ -198,7 +207,7 @@ class Engine:
         """
         origin = self._paused(request_id, last_token)
         tokens = array("i", origin.tokens)
-        sequence = self._queue(origin.request, tokens, fork_of=origin, stepwise=True)
+        sequence = self._queue(origin.request, fork_of=origin, tokens=tokens, stepwise=True)
         sequence.completion.tokens = list(origin.completion.tokens)
         sequence.completion.logprobs = list(origin.completion.logprobs)
         self._go_on(sequence, last_token)
@@ -314,12 +323,21 @@ class Engine:
     def _queue(
         self,
         request: Request,
-        tokens: array,
         *,
         fork_of: Sequence | None = None,
+        tokens: array | None = None,
         stepwise: bool = False,
     ) -> Sequence:
-        """Makes a sequence of a checked request and queues it."""
+        """Makes a sequence of a checked request and queues it.
+
+        Args:
+          request: the request.
+          fork_of: a sequence to share pages with.
+          tokens: what the sequence begins with; None for the prompt.
+          stepwise: see `submit`.
+        """
+        if tokens is None:
+            tokens = array("i", pack(request.prompt))
         completion = Completion(self._next_id, len(request.prompt))
         if request.prompt_logprobs:
             completion.prompt_logprobs = np.full(len(request.prompt), np.nan, np.float32)

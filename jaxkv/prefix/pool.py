@@ -58,12 +58,11 @@ class PagePool:
 
     def unheld_tail(self, pages: Sequence[int], most: int) -> int:
         """How many pages at the end of `pages`, at most `most`, nobody holds."""
-        state, found = self._state, 0
-        for page in reversed(pages):
-            if found == most or state[page] >= _HOLDER:
-                break
-            found += 1
-        return found
+        state, tail = self._state, pages[max(0, len(pages) - most) :]
+        if max(map(state.__getitem__, tail), default=0) < _HOLDER:
+            return len(tail)
+        held = (place for place, page in enumerate(reversed(tail)) if state[page] >= _HOLDER)
+        return next(held)
 
     def is_held(self, page: int) -> bool:
         """Whether anybody holds a page; nobody holds the null page."""
@@ -106,20 +105,16 @@ class PagePool:
         Raises:
           ValueError: an id that is unknown, null or free.
         """
-        state, rest, num_cached, page = self._state, iter(pages), 0, 0
-        try:
-            for page in rest:
-                before = state[page]
-                if page < 0:
-                    raise IndexError
-                if before < _HOLDER:
-                    if not before:
-                        raise IndexError
-                    num_cached += 1
-                state[page] = before + _HOLDER
-        except IndexError:
-            self._undo(pages, rest, -_HOLDER)
-            self._refuse(page, "is free")
+        self._check_ids(pages)
+        state, rest, num_cached = self._state, iter(pages), 0
+        for page in rest:
+            before = state[page]
+            if before < _HOLDER:
+                if not before:
+                    self._undo(pages, rest, -_HOLDER)
+                    self._refuse(page, "is free")
+                num_cached += 1
+            state[page] = before + _HOLDER
         self.num_cached -= num_cached
 
     def release(self, pages: Sequence[int]) -> None:
@@ -128,24 +123,19 @@ class PagePool:
         Raises:
           ValueError: an id that is unknown or null, or that is listed more often than it is held.
         """
-        state, rest, num_cached, page = self._state, iter(pages), 0, 0
+        self._check_ids(pages)
+        state, rest, num_cached = self._state, iter(pages), 0
         freed: list[int] = []
-        try:
-            for page in rest:
-                after = state[page] - _HOLDER
-                if page < 0:
-                    raise IndexError
-                if after <= _KEPT:
-                    if after < 0:
-                        raise IndexError
-                    if after:
-                        num_cached += 1
-                    else:
-                        freed.append(page)
-                state[page] = after
-        except IndexError:
-            self._undo(pages, rest, _HOLDER)
-            self._refuse(page, "is released more often than it is held")
+        for page in rest:
+            after = state[page] - _HOLDER
+            if after == _KEPT:
+                num_cached += 1
+            elif after < _KEPT:
+                if after:
+                    self._undo(pages, rest, _HOLDER)
+                    self._refuse(page, "is released more often than it is held")
+                freed.append(page)
+            state[page] = after
         self.num_cached += num_cached
         freed.reverse()
         self._free += freed
@@ -156,16 +146,14 @@ class PagePool:
         Raises:
           ValueError: an id that is unknown or null, that nobody holds, or that is kept already.
         """
-        state, rest, page = self._state, iter(pages), 0
-        try:
-            for page in rest:
-                before = state[page]
-                if page < 0 or before < _HOLDER or before & _KEPT:
-                    raise IndexError
-                state[page] = before + _KEPT
-        except IndexError:
-            self._undo(pages, rest, -_KEPT)
-            self._refuse(page, "is kept already, or not held")
+        self._check_ids(pages)
+        state, rest = self._state, iter(pages)
+        for page in rest:
+            before = state[page]
+            if before < _HOLDER or before & _KEPT:
+                self._undo(pages, rest, -_KEPT)
+                self._refuse(page, "is kept already, or not held")
+            state[page] = before + _KEPT
 
     def drop(self, pages: Sequence[int]) -> None:
         """Marks kept pages as kept no more; those that nobody holds are free.
@@ -173,19 +161,20 @@ class PagePool:
         Raises:
           ValueError: an id that is unknown or null, or that is not kept.
         """
-        state, rest, page = self._state, iter(pages), 0
-        freed: list[int] = []
-        try:
-            for page in rest:
-                before = state[page]
-                if page < 0 or not before & _KEPT:
-                    raise IndexError
-                if before == _KEPT:
-                    freed.append(page)
+        self._check_ids(pages)
+        state, rest = self._state, iter(pages)
+        held: set[int] = set()
+        for page in rest:
+            before = state[page]
+            if before == _KEPT:
+                state[page] = 0
+            else:
+                if not before & _KEPT:
+                    self._undo(pages, rest, _KEPT)
+                    self._refuse(page, "is not kept")
                 state[page] = before - _KEPT
-        except IndexError:
-            self._undo(pages, rest, _KEPT)
-            self._refuse(page, "is not kept")
+                held.add(page)
+        freed = [page for page in pages if page not in held] if held else list(pages)
         self.num_cached -= len(freed)
         freed.reverse()
         self._free += freed
@@ -200,6 +189,11 @@ class PagePool:
             raise ValueError(f"free list {listed} differs from the free pages {free}")
         if self.num_cached != self._state.count(_KEPT):
             raise ValueError(f"num_cached = {self.num_cached} is not the number of cached pages")
+
+    def _check_ids(self, pages: Sequence[int]) -> None:
+        """Raises ValueError where an id is no page of the pool."""
+        if pages and not (0 < min(pages) and max(pages) <= self.capacity):
+            self._refuse(next(page for page in pages if not 1 <= page <= self.capacity), "")
 
     def _undo(self, pages: Sequence[int], rest: Iterator[int], change: int) -> None:
         """Takes a change back from the pages before the one at fault, the last out of `rest`."""
