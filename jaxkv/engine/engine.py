@@ -403,7 +403,7 @@ class Engine:
         self._book_prompt_logprobs(plan, result)
         self._scheduler.advance(plan)
         sampled = result.sampled
-        if any(sequence.request.logprobs is not None for sequence in plan.sequences):
+        if plan.wants_logprobs:
             sampled = jax.device_get(sampled)
         deltas = []
         for row, sequence in enumerate(plan.sequences):
@@ -413,44 +413,34 @@ class Engine:
                 self._finish(sequence, FinishReason.LENGTH)
                 deltas.append(Delta(sequence.completion, (), ""))
                 continue
-            self._book_token(sequence, row, tokens[row], sampled)
+            if sequence.request.logprobs is not None:
+                self._book_logprob(sequence, row, sampled)
             if sequence.request.keep_logits:
                 sequence.completion.logits.append(np.array(result.logits[row]))
-            deltas.append(self._settle(sequence, tokens[row]))
+            deltas.append(self._book_token(sequence, tokens[row]))
+            self.metrics.generated_tokens += 1
         return deltas
 
-    def _book_token(self, sequence: Sequence, row: int, token: int, sampled: Sampled) -> None:
-        completion, n = sequence.completion, sequence.request.logprobs
+    def _book_logprob(self, sequence: Sequence, row: int, sampled: Sampled) -> None:
+        n = sequence.request.logprobs
+        top_tokens, top_logprobs = sampled.top_tokens[row, :n], sampled.top_logprobs[row, :n]
+        top = tuple(zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True))
+        logprob = TokenLogprob(int(sampled.token[row]), float(sampled.logprob[row]), top)
+        sequence.completion.logprobs.append(logprob)
+
+    def _book_token(self, sequence: Sequence, token: int) -> Delta:
+        """Adds a token and its text, and ends the sequence where it must."""
+        completion = sequence.completion
         if completion.first_token_seconds is None:
             completion.first_token_seconds = time.perf_counter() - sequence.submitted
-        sequence.append(token)
-        sequence.paused = sequence.stepwise
-        self.metrics.generated_tokens += 1
-        if n is not None:
-            top_tokens = sampled.top_tokens[row, :n].tolist()
-            top_logprobs = sampled.top_logprobs[row, :n].tolist()
-            top = tuple(zip(top_tokens, top_logprobs, strict=True))
-            completion.logprobs.append(TokenLogprob(token, float(sampled.logprob[row]), top))
-
-    def _settle(self, sequence: Sequence, token: int) -> Delta:
-        """Adds a token's text, and ends the sequence where it must."""
-        is_stop = token in sequence.request.stop_ids
-        text = ""
-        if sequence.text is not None and not is_stop:
-            text = sequence.text.push(token)
-        reason = sequence.stop_reason()
+        text, reason = sequence.append(token)
         if reason is not None:
-            if sequence.text is not None:
-                text += sequence.text.finish()
-                if sequence.text.stopped:
-                    reason = FinishReason.STOP
             self._finish(sequence, reason)
-        sequence.completion.text += text
-        return Delta(sequence.completion, (token,), text)
+        return Delta(completion, (token,), text)
 
     def _book_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         """Fills in the log-probabilities of the prompt tokens that follow computed ones."""
-        if all(sequence.completion.prompt_logprobs is None for sequence in plan.sequences):
+        if all([sequence.completion.prompt_logprobs is None for sequence in plan.sequences]):
             return
         targets = np.zeros(result.hidden.shape[0], np.int32)
         spans = []

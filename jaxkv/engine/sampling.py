@@ -82,7 +82,7 @@ class SamplingRows:
     def seen(self, masks: Seq[np.ndarray | None], num_rows: int) -> jax.Array | np.ndarray:
         """`[num_rows, ceil(V / 8)]` uint8, the tokens that each sequence has seen, where it asks
         for a penalty."""
-        if all(mask is None for mask in masks):
+        if all([mask is None for mask in masks]):
             if num_rows not in self._nothing_seen:
                 self._nothing_seen[num_rows] = jnp.zeros((num_rows, self._width), jnp.uint8)
             return self._nothing_seen[num_rows]

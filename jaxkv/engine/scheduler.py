@@ -10,6 +10,7 @@ gives up its row and starts again later, from what is then still cached of it.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,15 +45,20 @@ class StepPlan:
     started: tuple[Sequence, ...] = ()
     copies: tuple[PageCopy, ...] = ()
 
-    @property
+    @cached_property
     def rows(self) -> NDArray[np.intp]:
         """The sequences' rows in the page tables."""
         return np.array([sequence.row for sequence in self.sequences], np.intp)
 
-    @property
+    @cached_property
     def total_tokens(self) -> int:
         """Query tokens of the step."""
         return sum(self.num_tokens)
+
+    @cached_property
+    def wants_logprobs(self) -> bool:
+        """Some sequence wants the most likely tokens reported."""
+        return any([sequence.request.logprobs is not None for sequence in self.sequences])
 
 
 class Scheduler:
@@ -99,8 +105,11 @@ class Scheduler:
         """Chooses the next step, taking pages for it; None when there is nothing to compute."""
         draft = _Draft(self._token_budget)
         num_preemptions = self.num_preemptions
-        self._add_decoding(draft)
-        for sequence in [s for s in self.running if not s.is_decoding]:
+        decoding, others = [], []
+        for sequence in self.running:
+            (decoding if sequence.is_decoding else others).append(sequence)
+        self._add_decoding(draft, decoding[: draft.budget])
+        for sequence in others:
             if sequence.row is not None and draft.budget and not sequence.paused:
                 num_tokens = min(sequence.num_uncomputed, draft.budget)
                 draft.add(sequence, num_tokens)
@@ -131,9 +140,7 @@ class Scheduler:
     def _page_size(self) -> int:
         return self._tables.page_size
 
-    def _add_decoding(self, draft: "_Draft") -> None:
-        decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        decoding = decoding[: draft.budget]
+    def _add_decoding(self, draft: "_Draft", decoding: list[Sequence]) -> None:
         if not decoding:
             return
         draft.shares = dict.fromkeys(decoding, 1)

@@ -84,20 +84,35 @@ class Sequence:
         """The first `num_tokens` tokens as the prefix index takes them."""
         return self.tokens[:num_tokens].tobytes()
 
-    def append(self, token: int) -> None:
-        """Adds a generated token, not yet computed."""
+    def append(self, token: int) -> tuple[str, FinishReason | None]:
+        """Adds a generated token, not yet computed.
+
+        Returns:
+          The text that it makes certain, and why no token may follow it, or None.
+        """
         self.tokens.append(token)
         self.completion.tokens.append(token)
+        self.paused = self.stepwise
         if self.seen is not None:
             mark_seen(self.seen, [token])
+        reason = None
+        if token in self.request.stop_ids:
+            reason = FinishReason.STOP
+        elif len(self.tokens) >= self.max_tokens:
+            reason = FinishReason.LENGTH
+        return self._settle_text(token, reason) if self.text is not None else ("", reason)
 
-    def stop_reason(self) -> FinishReason | None:
-        """Why no token may follow the last one, or None."""
-        if self.tokens[-1] in self.request.stop_ids and self.completion.tokens:
-            return FinishReason.STOP
-        if self.text is not None and self.text.stopped:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) >= self.max_tokens else None
+    def _settle_text(
+        self, token: int, reason: FinishReason | None
+    ) -> tuple[str, FinishReason | None]:
+        assert self.text is not None
+        text = "" if token in self.request.stop_ids else self.text.push(token)
+        if reason is not None:
+            text += self.text.finish()
+        if self.text.stopped:
+            reason = FinishReason.STOP
+        self.completion.text += text
+        return text, reason
 
 
 def mark_seen(bits: np.ndarray, tokens: list[int]) -> None:

@@ -12,10 +12,10 @@ differ, since XLA sums a norm's squares in an order that it picks for each.
 """
 
 import math
-from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -54,6 +54,19 @@ def buckets(smallest: int, largest: int) -> tuple[int, ...]:
     raise ValueError(f"no buckets from {smallest} to {largest}")
 
 
+def halve_widest_gaps(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """Adds sizes until there are MAX_BUCKETS, each in the middle of the widest gap, of equals the
+    last; none where a gap would become smaller than `least`."""
+    sizes = tuple(sorted(sizes))
+    while len(sizes) < MAX_BUCKETS:
+        gaps = list(pairwise(sizes))
+        low, high = max(gaps, key=lambda gap: (gap[1] - gap[0], gap[1]), default=(0, 0))
+        if high - low < 2 * least:
+            break
+        sizes = tuple(sorted((*sizes, (low + high) // 2)))
+    return sizes
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
     """Static shape of a step.
@@ -89,6 +102,7 @@ class ShapeTable:
         if deterministic:
             return cls((), (DETERMINISTIC_ROWS,), max_sequences)
         mixed = buckets(MIN_MIXED_TOKENS, max(token_budget, MIN_MIXED_TOKENS))
+        mixed = halve_widest_gaps(mixed, MIN_MIXED_TOKENS)
         return cls(buckets(1, max_sequences), mixed, max_sequences)
 
     @property
@@ -173,23 +187,22 @@ def build_buffer(
     buffer = np.zeros(layout.size, np.int32)
     parts = layout.split(buffer)
     n = len(plan.sequences)
-    tokens, ends, lengths = array("i"), [], []
-    for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
-        end = sequence.num_computed + num_tokens
-        tokens += sequence.tokens[sequence.num_computed : end]
-        ends.append(len(tokens))
-        lengths.append(end)
-    rows = plan.rows
-    parts["tokens"][: len(tokens)] = tokens
+    spans = [
+        (sequence, sequence.num_computed, sequence.num_computed + num_tokens)
+        for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True)
+    ]
+    tokens = b"".join([sequence.tokens[start:end] for sequence, start, end in spans])
+    rows, lengths = plan.rows, [end for _, _, end in spans]
+    parts["tokens"][: plan.total_tokens] = np.frombuffer(tokens, np.int32)
     parts["kv_lens"][:n] = lengths
-    parts["query_starts"][1 : n + 1] = ends
-    parts["query_starts"][n + 1 :] = len(tokens)
+    parts["query_starts"][1 : n + 1] = list(accumulate(plan.num_tokens))
+    parts["query_starts"][n + 1 :] = plan.total_tokens
     parts["controls"][:n] = controls[rows]
-    parts["controls"][:n, POSITION] = [len(sequence.tokens) for sequence in plan.sequences]
+    parts["controls"][:n, POSITION] = lengths  # of a whole sequence; others draw nothing
     parts["controls"][n:] = controls[-1]
-    parts["want_top"][0] = any(s.request.logprobs is not None for s in plan.sequences)
+    parts["want_top"][0] = plan.wants_logprobs
     for part, table in zip(parts["page_tables"], tables.pages, strict=True):
-        part[:n] = table[rows]
+        np.take(table, rows, axis=0, out=part[:n], mode="clip")
     return buffer
 
 

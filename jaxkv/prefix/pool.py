@@ -192,7 +192,7 @@ class PagePool:
 
     def _check_ids(self, pages: Sequence[int]) -> None:
         """Raises ValueError where an id is no page of the pool."""
-        if pages and not (0 < min(pages) and max(pages) <= self.capacity):
+        if pages and not (min(pages) > 0 and max(pages) <= self.capacity):
             self._refuse(next(page for page in pages if not 1 <= page <= self.capacity), "")
 
     def _undo(self, pages: Sequence[int], rest: Iterator[int], change: int) -> None:

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from jaxkv.cache import LayerSpec
 from jaxkv.engine import Engine, EngineConfig, Request
 from jaxkv.engine.scheduler import StepPlan
-from jaxkv.engine.step import DETERMINISTIC_ROWS, MAX_BUCKETS, ShapeTable, buckets
+from jaxkv.engine.step import (
+    DETERMINISTIC_ROWS,
+    MAX_BUCKETS,
+    ShapeTable,
+    buckets,
+    halve_widest_gaps,
+)
 
 SIZES = st.integers(1, 5000)
 
@@ -43,6 +49,16 @@ def test_buckets_are_few_and_ascend_to_the_largest(smallest, extra):
     assert sorted(set(sizes)) == list(sizes)
     assert sizes[-1] == smallest + extra
     assert sizes[0] == smallest
+
+
+@pytest.mark.parametrize("sizes, more", [
+    ((64, 128, 256, 512), (64, 128, 256, 384, 448, 512)),
+    ((64, 256), (64, 160, 256)),
+    ((64, 191), (64, 191)),
+    ((64,), (64,)),
+])  # fmt: skip
+def test_spare_buckets_halve_the_widest_gaps(sizes, more):
+    assert halve_widest_gaps(sizes, 64) == more
 
 
 @given(max_sequences=st.integers(1, 300), budget=SIZES, data=st.data())
