@@ -217,19 +217,14 @@ def warm_up(engine: Engine, *, decodes: bool = True) -> None:
         engine.generate([Request(prompt=prompt, max_new_tokens=1) for prompt in prompts])
 
     longest = min(engine.config.token_budget, engine.max_length - 1)
-    for token, length in enumerate(_powers_of_two(longest)):
-        if length > 1 or decodes:
-            serve([(token,) * length])  # none begins like another
-    for batch in _powers_of_two(engine.config.max_sequences) if decodes else ():
+    lengths = {min(size, longest) for size in engine.shapes.mixed} - {1}
+    for token, length in enumerate(sorted(lengths)):
+        serve([(token,) * length])  # none begins like another
+    for batch in engine.shapes.decode if decodes else ():
         serve([(0,)] * batch)
     for last in (1, 2):
         serve([(0, 1, 2, last)])  # the second finds three tokens cached, and no whole page
     engine.reset_cache()
-
-
-def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 def _absent_from(texts: Sequence[str]) -> str:

@@ -61,6 +61,7 @@ class Engine:
       pools: page pool of each layer group.
       index: of cached prefixes; None where the config switches it off.
       pins: prefixes that stay in it; None as well.
+      shapes: that a step may have, each compiled when it is first needed.
       metrics: what was done so far.
     """
 
@@ -111,7 +112,7 @@ class Engine:
             index=self.index,
             pins=self.pins,
         )
-        self._shapes = ShapeTable.plan(
+        self.shapes = ShapeTable.plan(
             self.config.max_sequences,
             self.config.token_budget,
             deterministic=self.config.deterministic,
@@ -120,7 +121,7 @@ class Engine:
             self._tables,
             self.index,
             max_sequences=self.config.max_sequences,
-            token_budget=min(self.config.token_budget, self._shapes.most_tokens),
+            token_budget=min(self.config.token_budget, self.shapes.most_tokens),
             scheduling=self.config.scheduling,
         )
         self._functions = StepFunctions(
@@ -243,7 +244,7 @@ class Engine:
         self.metrics.peak_kv_bytes = max(self.metrics.peak_kv_bytes, self.kv_bytes_held)
         if plan.copies:
             self._cache = self._functions.copy(self._cache, plan.copies, self.config.max_sequences)
-        shape = self._shapes.fit(plan)
+        shape = self.shapes.fit(plan)
         layout = StepLayout(
             shape=shape,
             num_groups=len(self.pools),
