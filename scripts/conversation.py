@@ -159,13 +159,14 @@ class Talker:
             return StreamDecoder(tokenizer, continues=True)
 
         self.engine = make_engine(loaded, config, detokenizer)
-        self._twin = make_engine(loaded, replace(config, prefix_cache=False)) if compare else None
+        self._twin: Engine | None = None
+        if compare:
+            without = replace(config, prefix_cache=False)
+            self._twin = make_engine(loaded, without, steps=self.engine.steps)
 
     def warm_up(self) -> None:
         """Runs each shape of step once, so that no turn waits for a compiler."""
         warm_up(self.engine)
-        if self._twin is not None:
-            warm_up(self._twin, decodes=False)
 
     def say(self, request: Request, show: Callable[[str], object]) -> tuple[Completion, Turn]:
         """Serves a turn; `show` gets the answer's text as it is made.
@@ -204,10 +205,8 @@ class Talker:
         return self._twin.generate([alone])[0].first_token_seconds
 
 
-def warm_up(engine: Engine, *, decodes: bool = True) -> None:
+def warm_up(engine: Engine) -> None:
     """Runs every shape of step once, and a copy of a page: nothing is left to compile.
-
-    Without `decodes`, only what prompts of two tokens and more need for their first token, alone.
 
     A prompt alone is a mixed step of its length, prompts of one token are a decode step. The cache
     is empty before and after.
@@ -220,7 +219,7 @@ def warm_up(engine: Engine, *, decodes: bool = True) -> None:
     lengths = {min(size, longest) for size in engine.shapes.mixed} - {1}
     for token, length in enumerate(sorted(lengths)):
         serve([(token,) * length])  # none begins like another
-    for batch in engine.shapes.decode if decodes else ():
+    for batch in engine.shapes.decode:
         serve([(0,)] * batch)
     for last in (1, 2):
         serve([(0, 1, 2, last)])  # the second finds three tokens cached, and no whole page

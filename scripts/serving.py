@@ -9,6 +9,7 @@ import jax
 
 from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
 from jaxkv.engine.request import DetokenizerFactory
+from jaxkv.engine.step import StepFunctions
 from models.errors import ModelError
 from models.loading import LoadedModel
 
@@ -62,14 +63,17 @@ def check_config(config: EngineConfig) -> None:
 
 
 def make_engine(
-    loaded: LoadedModel, config: EngineConfig, detokenizer: DetokenizerFactory | None = None
+    loaded: LoadedModel,
+    config: EngineConfig,
+    detokenizer: DetokenizerFactory | None = None,
+    steps: StepFunctions | None = None,
 ) -> Engine:
-    """An engine for a model.
+    """An engine for a model, with the compiled steps of another one where there is one.
 
     Raises:
       RequestError: its cache does not fit into memory.
     """
     try:
-        return Engine(loaded.model, config, detokenizer=detokenizer)
+        return Engine(loaded.model, config, detokenizer=detokenizer, steps=steps)
     except jax.errors.JaxRuntimeError as error:
         raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None

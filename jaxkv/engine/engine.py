@@ -37,6 +37,7 @@ from jaxkv.engine.step import (
     StepFunctions,
     StepLayout,
     StepResult,
+    StepShape,
     build_buffer,
 )
 from jaxkv.engine.stopping import AnswerText
@@ -62,6 +63,7 @@ class Engine:
       index: of cached prefixes; None where the config switches it off.
       pins: prefixes that stay in it; None as well.
       shapes: that a step may have, each compiled when it is first needed.
+      steps: the compiled functions.
       metrics: what was done so far.
     """
 
@@ -72,6 +74,7 @@ class Engine:
         *,
         detokenizer: DetokenizerFactory | None = None,
         page_events: Callable[[Event], None] | None = None,
+        steps: StepFunctions | None = None,
     ):
         """Allocates the cache; nothing is compiled yet.
 
@@ -81,9 +84,11 @@ class Engine:
           detokenizer: makes a detokenizer a request; None leaves answers without text, and
             refuses stop strings.
           page_events: called with each page that the prefix index stores or lets go.
+          steps: of another engine with the same model, backend and determinism, so that two engines
+            compile each step once.
 
         Raises:
-          ValueError: a value of `config` that cannot be used.
+          ValueError: a value of `config` that cannot be used, or other engine's steps.
         """
         self.config = config or EngineConfig()
         self.config.check()
@@ -124,9 +129,11 @@ class Engine:
             token_budget=min(self.config.token_budget, self.shapes.most_tokens),
             scheduling=self.config.scheduling,
         )
-        self._functions = StepFunctions(
+        self.steps = steps or StepFunctions(
             model, backend=self.config.backend, deterministic=self.config.deterministic
         )
+        self.steps.check(model, self.config.backend, self.config.deterministic)
+        self._used_shapes: set[StepShape] = set()
         self._sampling = SamplingRows(self.config.max_sequences, model.vocab_size)
         self._sequences: dict[int, Sequence] = {}
         self._parked: dict[int, list[Delta]] = {}  # of the requests of open streams
@@ -243,8 +250,9 @@ class Engine:
             return self._refuse_stuck()
         self.metrics.peak_kv_bytes = max(self.metrics.peak_kv_bytes, self.kv_bytes_held)
         if plan.copies:
-            self._cache = self._functions.copy(self._cache, plan.copies, self.config.max_sequences)
+            self._cache = self.steps.copy(self._cache, plan.copies, self.config.max_sequences)
         shape = self.shapes.fit(plan)
+        self._used_shapes.add(shape)
         layout = StepLayout(
             shape=shape,
             num_groups=len(self.pools),
@@ -255,7 +263,7 @@ class Engine:
         buffer = build_buffer(plan, layout, self._tables, self._sampling.controls)
         seen = self._sampling.seen([s.seen for s in plan.sequences], shape.num_sequences)
         launched = time.perf_counter()
-        result, self._cache = self._functions.run(self._cache, buffer, seen, layout)
+        result, self._cache = self.steps.run(self._cache, buffer, seen, layout)
         tokens = np.asarray(result.sampled.token).tolist()  # waits for the step
         done = time.perf_counter()
         deltas = self._book(plan, result, tokens)
@@ -456,7 +464,7 @@ class Engine:
             row += num_tokens
         if not spans:
             return
-        logprobs = self._functions.prompt_logprobs(result.hidden, targets)
+        logprobs = self.steps.prompt_logprobs(result.hidden, targets)
         for span, row in spans:
             span[:] = logprobs[row : row + len(span)]
 
@@ -490,6 +498,6 @@ class Engine:
                 metrics.cached_tokens += sequence.completion.cached_tokens
         metrics.copied_pages += len(plan.copies)
         metrics.num_preemptions = self._scheduler.num_preemptions
-        metrics.step_shapes = len(self._functions.shapes)
+        metrics.step_shapes = len(self._used_shapes)
         if self.index is not None:
             metrics.evicted_pages = self.index.counters.evicted_pages

@@ -272,7 +272,13 @@ class StepFunctions:
         )
         self._copy: Callable[..., KVCache] = jax.jit(copy, donate_argnames="cache")
         self._prompt_logprobs: Callable[..., jax.Array] = jax.jit(prompt_logprobs)
-        self.shapes: set[StepShape] = set()
+        self._choices = (backend, deterministic)
+        self._model = model
+
+    def check(self, model: DecodeModel, backend: str | None, deterministic: bool) -> None:
+        """Raises ValueError where these are other functions than an engine needs."""
+        if model is not self._model or (backend, deterministic) != self._choices:
+            raise ValueError("steps of another model, backend or determinism cannot be shared")
 
     def run(
         self, cache: KVCache, buffer: np.ndarray, seen: jax.Array | np.ndarray, layout: StepLayout
@@ -285,7 +291,6 @@ class StepFunctions:
           seen: `[B, ceil(V / 8)]` uint8, see `SamplingInputs`.
           layout: of the buffer.
         """
-        self.shapes.add(layout.shape)
         result, cache = self._step(self._params, cache, buffer, seen, layout=layout)
         return StepResult(*result), cache
 

@@ -234,7 +234,7 @@ def test_prompt_logprobs_are_those_of_a_full_recompute(tiny: Tiny, token_budget,
 def test_prompt_logprobs_cost_nothing_once_the_prompt_is_computed(tiny: Tiny):
     engine = tiny.engine()
     run(engine, request(PROMPTS[1], 12, prompt_logprobs=True))
-    assert engine._functions.prompt_logprobs_calls == 1
+    assert engine.steps.prompt_logprobs_calls == 1
 
 
 def test_logprobs_are_the_log_softmax_of_the_kept_logits(tiny: Tiny):
@@ -381,4 +381,4 @@ def test_every_completion_is_timed_and_counted(tiny: Tiny):
     metrics = engine.metrics
     assert metrics.prefill_tokens + metrics.decode_tokens == sum(map(len, PROMPTS)) + 4 * 5
     assert metrics.generated_tokens == 24
-    assert metrics.step_shapes == len(engine._functions.shapes)
+    assert metrics.step_shapes == len(engine.steps.shapes)

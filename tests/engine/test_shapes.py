@@ -101,5 +101,27 @@ def test_200_requests_of_random_lengths_compile_at_most_12_step_shapes(determini
     completions = engine.generate(requests)
     assert all(completion.finish_reason == "length" for completion in completions)
     engine.generate(requests[:20])
-    compiled = engine._functions._step._cache_size()
+    compiled = engine.steps._step._cache_size()
     assert compiled == engine.metrics.step_shapes <= (1 if deterministic else 12)
+
+
+def test_engines_that_share_steps_compile_each_shape_once():
+    model = Bag()
+    first = Engine(model, EngineConfig(max_sequences=2))
+    second = Engine(model, EngineConfig(max_sequences=2, prefix_cache=False), steps=first.steps)
+    answers = [
+        engine.generate([Request(prompt=(1, 2, 3), max_new_tokens=3)])[0].tokens
+        for engine in (first, second)
+    ]
+    assert answers[0] == answers[1]
+    assert first.steps._step._cache_size() == 2  # the prompt's and the decode step
+
+
+def test_steps_of_another_model_or_kind_are_refused():
+    steps = Engine(Bag(), EngineConfig()).steps
+    with pytest.raises(ValueError, match="cannot be shared"):
+        Engine(Bag(), EngineConfig(), steps=steps)
+    model = Bag()
+    steps = Engine(model, EngineConfig()).steps
+    with pytest.raises(ValueError, match="cannot be shared"):
+        Engine(model, EngineConfig(deterministic=True), steps=steps)

@@ -95,7 +95,7 @@ class CheckedEngine(Engine):
         detokenizer: DetokenizerFactory | None,
     ):
         super().__init__(model, config, detokenizer=detokenizer)
-        self._functions = _CheckedFunctions(self, functions)
+        self.steps = _CheckedFunctions(self, functions)
         self._taken: list[list[int]] = [[] for _ in self.pools]
 
     def squeeze(self, tokens: int) -> "CheckedEngine":
