@@ -5,14 +5,17 @@ follows from the page table, on the device. Not here: projections, RoPE and norm
 """
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxkv.cache import KVCache, write
+from jaxkv.cache import KVCache, seal, write
+from jaxkv.cache.rotation import rotate
+from pallas_kernels import KeyPart, merge_partials
 from pallas_kernels.attention.api import BACKENDS
-from pallas_kernels.attention.ragged import Ragged
+from pallas_kernels.attention.ragged import Ragged, owner
 from pallas_kernels.pages import Layout
 
 BACKEND_NAMES = tuple(sorted(BACKENDS))
@@ -45,6 +48,26 @@ class StepInputs:
         return Ragged(kv_lens=self.kv_lens, query_starts=self.query_starts).rows(
             self.tokens.shape[0]
         )
+
+    def filled_pages(
+        self, groups: tuple[int, ...], page_size: int
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """The pages whose last slot this step writes, in each of some groups.
+
+        Returns:
+          Page ids `[T // P + B]` int32 for each group, the same logical pages in all, and how many
+          of them there are, an int32 scalar; what follows is padding.
+        """
+        (T,), (B,) = self.tokens.shape, self.kv_lens.shape
+        query_lens = self.query_starts[1:] - self.query_starts[:-1]
+        before, after = (self.kv_lens - query_lens) // page_size, self.kv_lens // page_size
+        ends = jnp.cumsum(after - before, dtype=jnp.int32)
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        index = jnp.arange(T // page_size + B, dtype=jnp.int32)
+        seq = jnp.minimum(owner(starts, index), B - 1)
+        place = before[seq] + index - starts[seq]
+        tables = (self.page_tables[group] for group in groups)
+        return tuple(table.at[seq, place].get(mode="clip") for table in tables), starts[-1]
 
     def slots(self, group: int, page_size: int) -> jax.Array:
         """`[T]` int32, the slot of each row in a group; 0, of the null page, for padding."""
@@ -80,7 +103,7 @@ def update_and_attend(
 ) -> tuple[jax.Array, KVCache]:
     """Writes a step's K and V into a layer's pages, then attends over them.
 
-    The layer's window is that of its group.
+    Both as the layer's format has it. The layer's window is that of its group.
 
     Args:
       cache: the cache; donated by the caller's jit, it is updated in place.
@@ -96,20 +119,77 @@ def update_and_attend(
       `[T, H, D]` in q's dtype, zero in padding rows, and the new cache.
     """
     q, k, v = qkv
-    group = cache.groups[layer]
-    cache = write(cache, layer, k, v, step.slots(group, cache.page_size))
-    out = pallas_kernels.ragged_paged_attention(
-        q,
-        cache.layers[layer],
-        step.page_tables[group],
-        step.kv_lens,
-        step.query_starts,
+    if cache.formats[layer].rotates:
+        q, k, v = (rotate(x) for x in (q, k, v))
+    cache = _write(cache, layer, k, v, step)
+    options = dict(
         scale=scale,
-        window=cache.windows[group],
-        sinks=sinks,
+        window=cache.windows[cache.groups[layer]],
         soft_cap=soft_cap,
         query_tile=backend.query_tile,
         backend=backend.name,
     )
-    assert isinstance(out, jax.Array)  # no lse was asked for
-    return out, cache
+    out = _attend(q, cache, layer, step, sinks, options)
+    return (rotate(out) if cache.formats[layer].rotates else out), cache
+
+
+def _write(cache: KVCache, layer: int, k: jax.Array, v: jax.Array, step: StepInputs) -> KVCache:
+    """Writes a step's K and V, and what pages they fill as codes where the format does so."""
+    P, exact = cache.page_size, cache.exact[layer]
+    if exact is None:
+        return write(cache, layer, k, v, step.slots(cache.groups[layer], P))
+    cache = write(cache, exact, k, v, step.slots(cache.groups[exact], P))
+    groups = cache.groups[exact], cache.groups[layer]
+    (source, target), count = step.filled_pages(groups, P)
+    return seal(cache, layer, source, target, count)
+
+
+def _attend(
+    q: jax.Array,
+    cache: KVCache,
+    layer: int,
+    step: StepInputs,
+    sinks: jax.Array | None,
+    options: dict[str, Any],
+) -> jax.Array:
+    """Attends over the pages of a layer, and over its exact ones where it has some.
+
+    Which of the two a key is read from depends on its position and the query's alone: a prefix
+    gives the same output whether it was computed in this step or found.
+    """
+
+    def attend(
+        index: int, q: jax.Array, sinks: jax.Array | None, **more: Any
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        table = step.page_tables[cache.groups[index]]
+        return pallas_kernels.ragged_paged_attention(
+            q,
+            cache.layers[index],
+            table,
+            step.kv_lens,
+            step.query_starts,
+            sinks=sinks,
+            **options,
+            **more,
+        )
+
+    kept, exact = cache.formats[layer].exact, cache.exact[layer]
+    if kept is None or exact is None:
+        out = attend(layer, q, sinks)
+        assert isinstance(out, jax.Array)  # no lse was asked for
+        return out
+    P = cache.page_size
+    wide = q.astype(jnp.float32)
+
+    def attend_part(
+        index: int, part: Literal["first", "middle", "recent"], sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        keys = KeyPart(part=part, page_size=P, recent=kept.recent, first=kept.sink_pages * P)
+        result = attend(index, wide, sinks, keys=keys, return_lse=True)
+        assert isinstance(result, tuple)
+        return result
+
+    merged = merge_partials(*attend_part(layer, "middle"), *attend_part(exact, "recent", sinks))
+    if kept.sink_pages:
+        merged = merge_partials(*attend_part(exact, "first"), *merged)
+    return merged[0].astype(q.dtype)

@@ -1,10 +1,20 @@
 """Checks of arguments that the operations share; each message names the dimension at fault."""
 
+import math
+
 import jax.numpy as jnp
 
 from pallas_kernels.pages import LAYOUTS, Pages
+from pallas_kernels.quantised_pages import (
+    CHANNEL_GROUP,
+    AffinePages,
+    AnyPages,
+    ChannelPages,
+    SymmetricPages,
+)
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+SYMMETRIC_CODES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 PAGE_SIZES = range(8, 257)
 HEAD_DIMS = range(8, 513)
 
@@ -15,15 +25,21 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_pages(pages: Pages) -> None:
-    """Raises ValueError where the page array has a shape, dtype or size that no backend takes."""
-    kv = pages.kv
+def check_pages(pages: AnyPages) -> None:
+    """Raises ValueError where the page arrays have a shape, dtype or size that no backend takes."""
     require(pages.layout in LAYOUTS, f"layout must be one of {LAYOUTS}, got {pages.layout!r}")
-    require(kv.ndim == 4, f"pages.kv must have four dimensions ({pages.layout}), got {kv.shape}")
-    require(kv.dtype in FLOATS, f"pages.kv must be float32, bfloat16 or float16, got {kv.dtype}")
+    for name, array in pages.paged.items():
+        rank = 3 if (name == "scales") else 4
+        words = "four" if rank == 4 else "three"
+        require(
+            array.ndim == rank,
+            f"pages.{name} must have {words} dimensions ({pages.layout}), got {array.shape}",
+        )
+    if not isinstance(pages, ChannelPages):
+        heads = pages.kv.shape[2 if pages.layout == "token_major" else 1]
+        even = heads >= 2 and heads % 2 == 0
+        require(even, f"the 2K axis of pages.kv must be even, got {heads}")
     require(pages.num_pages >= 1, "N = 0 pages; a pool has the null page at least")
-    heads = kv.shape[2 if pages.layout == "token_major" else 1]
-    require(heads >= 2 and heads % 2 == 0, f"the 2K axis of pages.kv must be even, got {heads}")
     require(
         pages.page_size in PAGE_SIZES,
         f"P = {pages.page_size} tokens a page; supported are {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}",
@@ -32,3 +48,39 @@ def check_pages(pages: Pages) -> None:
         pages.head_dim in HEAD_DIMS,
         f"D = {pages.head_dim}; supported are {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}",
     )
+    match pages:
+        case Pages():
+            one_of = "float32, bfloat16 or float16"
+            require(pages.kv.dtype in FLOATS, f"pages.kv must be {one_of}, got {pages.kv.dtype}")
+        case SymmetricPages():
+            one_of = "int8, float8_e4m3fn or float8_e5m2"
+            is_code = pages.kv.dtype in SYMMETRIC_CODES
+            require(is_code, f"pages.kv must be {one_of}, got {pages.kv.dtype}")
+            per_head = (2 * pages.num_kv_heads,)
+            shape = per_head if pages.is_static else pages.kv.shape[:-1]
+            _require_array("scales", pages.scales, shape, jnp.float32)
+        case AffinePages():
+            require(pages.bits in (2, 4), f"bits must be 2 or 4, got {pages.bits}")
+            _require_array("kv", pages.kv, pages.kv.shape, jnp.uint8)
+            parameters = (*pages.kv.shape[:-1], 2)
+            _require_array("parameters", pages.parameters, parameters, jnp.float16)
+        case ChannelPages():
+            _check_channel_pages(pages)
+
+
+def _check_channel_pages(pages: ChannelPages) -> None:
+    N, P, K, D = pages.num_pages, pages.page_size, pages.num_kv_heads, pages.head_dim
+    middle = (P, K) if pages.layout == "token_major" else (K, P)
+    for name, bits in (("k", pages.k_bits), ("v", pages.v_bits)):
+        require(bits in (2, 4), f"{name}_bits must be 2 or 4, got {bits}")
+        require(D * bits % 8 == 0, f"D = {D}: a token's codes of {bits} bits must fill bytes")
+        _require_array(name, getattr(pages, name), (N, *middle, D * bits // 8), jnp.uint8)
+    groups = D // math.gcd(D, CHANNEL_GROUP)
+    _require_array("k_parameters", pages.k_parameters, (N, K, 2, D), jnp.float16)
+    _require_array("v_parameters", pages.v_parameters, (N, *middle, 2 * groups), jnp.float16)
+
+
+def _require_array(name: str, array: object, shape: tuple[int, ...], dtype: object) -> None:
+    got = (getattr(array, "shape", None), getattr(array, "dtype", None))
+    want = (shape, jnp.dtype(dtype))
+    require(got == want, f"pages.{name} must be {want[1]} {want[0]}, got {got[1]} {got[0]}")

@@ -1,11 +1,13 @@
-"""The paged K and V of one layer, as every kernel takes them.
+"""The paged K and V of one layer, as every kernel takes them: here floats, which most caches hold.
 
 One array holds K and V, pages first, so that a page is one contiguous slice: copying, evicting or
-saving a page is one slice, and a kernel fetches it with one DMA. Not here: which page belongs to
-whom (the host decides), nor how values are written (`pallas_kernels.page_write`).
+saving a page is one slice, and a kernel fetches it with one DMA. Pages of codes (`quantised_pages`)
+offer the same properties and methods. Not here: which page belongs to whom (the host decides), nor
+how values are written (`pallas_kernels.page_write`).
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,24 +16,14 @@ import jax.numpy as jnp
 
 Layout = Literal["token_major", "head_major"]
 LAYOUTS: tuple[Layout, ...] = ("token_major", "head_major")
+Rows = dict[str, jax.Array]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Pages:
-    """Physical pages of one layer.
-
-    KV head k keeps its K at index 2k and its V at index 2k + 1 of the `2K` axis, so that a shard
-    of that axis holds whole heads.
-
-    Attributes:
-      kv: `[N, P, 2K, D]` when token-major (one DMA brings every head), `[N, 2K, P, D]` when
-        head-major (one DMA brings one head).
-      layout: which of the two; static.
-    """
+class Interleaved:
+    """The dimensions of pages with one array of K and V by turns."""
 
     kv: jax.Array
-    layout: Layout = dataclasses.field(default="token_major", metadata=dict(static=True))
+    layout: Layout
 
     @property
     def num_pages(self) -> int:
@@ -53,25 +45,82 @@ class Pages:
         """D."""
         return self.kv.shape[3]
 
-    def keys(self, page_ids: jax.Array, offsets: jax.Array) -> jax.Array:
-        """Gathers the K of single tokens, by head.
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Pages(Interleaved):
+    """Physical pages of one layer.
+
+    KV head k keeps its K at index 2k and its V at index 2k + 1 of the `2K` axis, so that a shard
+    of that axis holds whole heads.
+
+    Attributes:
+      kv: `[N, P, 2K, D]` when token-major (one DMA brings every head), `[N, 2K, P, D]` when
+        head-major (one DMA brings one head).
+      layout: which of the two; static.
+    """
+
+    kv: jax.Array
+    layout: Layout = dataclasses.field(default="token_major", metadata=dict(static=True))
+
+    @property
+    def paged(self) -> dict[str, jax.Array]:
+        """The arrays whose leading axis is N, by field: what a copy of a page copies."""
+        return {"kv": self.kv}
+
+    def read(
+        self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int = 1
+    ) -> jax.Array:
+        """Gathers K (`kv_index` 0) or V (1) in runs of tokens, by head.
 
         Args:
-          page_ids: `[..., S]` int32; an id out of range reads some page of the pool.
-          offsets: `[..., S]` int32 in [0, P).
+          kv_index: which of the two.
+          page_ids: `[..., n]` int32; an id out of range reads some page of the pool.
+          offsets: `[..., n]` int32 in [0, P / run), of a page's runs.
+          run: tokens a run; 1 where the layout is token-major.
 
         Returns:
-          `[..., K, S, D]`, a copy.
+          `[..., K, n, run * D]`, a copy.
         """
-        return self._gather(page_ids, offsets, 0)
+        heads = 2 * jnp.arange(self.num_kv_heads) + kv_index
+        return gather_runs(self.kv, self.layout, page_ids, offsets, heads, run)
 
-    def values(self, page_ids: jax.Array, offsets: jax.Array) -> jax.Array:
-        """Gathers the V of single tokens; see `keys`."""
-        return self._gather(page_ids, offsets, 1)
+    def encode(self, k: jax.Array, v: jax.Array) -> Rows:
+        """What `[T, K, D]` K and V are stored as: for each of `paged`, rows `[T, 2K, ...]`."""
+        return {"kv": interleave(k, v).astype(self.kv.dtype)}
 
-    def _gather(self, page_ids: jax.Array, offsets: jax.Array, kv_index: int) -> jax.Array:
-        page_ids, offsets = page_ids[..., None, :], offsets[..., None, :]
-        heads = 2 * jnp.arange(self.num_kv_heads)[:, None] + kv_index
-        token_major = self.layout == "token_major"
-        at = (page_ids, offsets, heads) if token_major else (page_ids, heads, offsets)
-        return self.kv.at[at].get(mode="clip")
+
+def interleave(k: jax.Array, v: jax.Array) -> jax.Array:
+    """K and V `[T, K, ...]` by turns, `[T, 2K, ...]`."""
+    T, K, *rest = k.shape
+    return jnp.stack([k, v], axis=2).reshape(T, 2 * K, *rest)
+
+
+def gather_runs(
+    array: jax.Array,
+    layout: Layout,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    heads: jax.Array,
+    run: int,
+) -> jax.Array:
+    """Gathers runs of tokens of some heads from an array of pages.
+
+    Args:
+      array: `[N, C, P, ...]` where head-major, `[N, P, C, ...]` where token-major.
+      layout: which of the two.
+      page_ids, offsets, run: see `Pages.read`.
+      heads: `[K]` int32, indices of the axis C.
+
+    Returns:
+      `[..., K, n, run * R]`, R what the axes behind P and C have in all.
+    """
+    page_ids, offsets, heads = page_ids[..., None, :], offsets[..., None, :], heads[:, None]
+    N, rest = array.shape[0], math.prod(array.shape[3:])
+    if layout == "token_major":
+        assert run == 1
+        pool = array.reshape(*array.shape[:3], rest)
+        return pool.at[page_ids, offsets, heads].get(mode="clip")
+    C, P = array.shape[1:3]
+    pool = array.reshape(N, C, P // run, run * rest)
+    return pool.at[page_ids, heads, offsets].get(mode="clip")

@@ -20,7 +20,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from jaxkv.cache import FORMATS
 from jaxkv.engine import EngineConfig, PoolState, Request, RequestError
 from models.errors import ModelError
 from models.loading import LoadedModel
@@ -32,7 +31,13 @@ from scripts.conversation import (
     Talker,
     Turn,
 )
-from scripts.serving import add_sampling_arguments, check_config, sampling_params
+from scripts.serving import (
+    add_format_arguments,
+    add_sampling_arguments,
+    check_config,
+    kv_ranges,
+    sampling_params,
+)
 from scripts.tree_view import as_text, view
 
 HELP = """\
@@ -58,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
     add("--pool-tokens", type=int, default=2048, metavar="N", help="the cache (default: 2048)")
     add("--chunk", type=int, default=64, metavar="T", help="most tokens a step (default: 64)")
-    add("--kv-format", choices=sorted(FORMATS), default="f32", help="(default: %(default)s)")
+    add_format_arguments(parser)
     args = parser.parse_args(argv)
     if args.max_new_tokens is None:
         args.max_new_tokens = 48 if args.demo else 256
@@ -77,6 +82,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         page_size=args.page_size,
         pool_tokens=args.pool_tokens,
         kv_format=args.kv_format,
+        kv_ranges=kv_ranges(args),
     )
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.attention import BACKEND_NAMES
-from jaxkv.cache import FORMATS
 from jaxkv.engine import (
     Completion,
     Engine,
@@ -33,8 +32,10 @@ from models.loading import LoadedModel
 from models.tokenizer import StreamDecoder, Tokenizer
 from scripts import console
 from scripts.serving import (
+    add_format_arguments,
     add_sampling_arguments,
     check_config,
+    kv_ranges,
     make_engine,
     prompt_lines,
     sampling_params,
@@ -78,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--pool-tokens", type=int, metavar="N", help="tokens in the cache (default: what is needed)"
     )
-    add("--kv-format", choices=sorted(FORMATS), default="f32", help="(default: %(default)s)")
+    add_format_arguments(cache)
     add("--backend", choices=BACKEND_NAMES, help="of attention (default: the platform's best)")
     add("--deterministic", action="store_true", help="same bits whatever the batch; slower")
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
@@ -149,6 +150,7 @@ def engine_config(args: argparse.Namespace, pool_tokens: int) -> EngineConfig:
         page_size=args.page_size,
         pool_tokens=pool_tokens if args.pool_tokens is None else args.pool_tokens,
         kv_format=args.kv_format,
+        kv_ranges=kv_ranges(args),
         deterministic=args.deterministic,
         backend=args.backend,
     )

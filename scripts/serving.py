@@ -4,9 +4,11 @@ Not a command. Apart from `console`, which every main has, because this imports 
 """
 
 import argparse
+from pathlib import Path
 
 import jax
 
+from jaxkv.cache import FORMATS, STATIC, KVRanges
 from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
@@ -24,6 +26,37 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, drawn: str) -> None:
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--repetition-penalty", type=float, default=1.0, metavar="X")
     add("--seed", type=int, default=0, help=f"{drawn} i draws with seed + i")
+
+
+def add_format_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds the options that say how K and V are stored."""
+    parser.add_argument(
+        "--kv-format",
+        default="f32",
+        metavar="F",
+        help=f"how K and V are stored: {', '.join((*FORMATS, *STATIC))}; for some layers otherwise "
+        "by kivi4,window=bf16,0=int8 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-ranges",
+        type=Path,
+        metavar="PATH",
+        help="what `calibrate` measured, for the formats with static scales",
+    )
+
+
+def kv_ranges(args: argparse.Namespace) -> KVRanges | None:
+    """The measured ranges of the command line.
+
+    Raises:
+      ModelError: the file cannot be read, or is none of ranges.
+    """
+    if args.kv_ranges is None:
+        return None
+    try:
+        return KVRanges.load(args.kv_ranges)
+    except (OSError, ValueError) as error:
+        raise ModelError(str(error)) from None
 
 
 def sampling_params(args: argparse.Namespace, index: int) -> SamplingParams:
@@ -71,9 +104,11 @@ def make_engine(
     """An engine for a model, with the compiled steps of another one where there is one.
 
     Raises:
-      RequestError: its cache does not fit into memory.
+      RequestError: its cache does not fit into memory, or its formats do not fit the model.
     """
     try:
         return Engine(loaded.model, config, detokenizer=detokenizer, steps=steps)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
     except jax.errors.JaxRuntimeError as error:
         raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None

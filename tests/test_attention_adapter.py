@@ -5,17 +5,15 @@ import numpy as np
 import pytest
 
 from jaxkv.attention import AttentionBackend, StepInputs, update_and_attend
-from jaxkv.cache import CacheSpec, LayerSpec, gather_dense, get_format, init_cache
+from jaxkv.cache import CacheSpec, LayerSpec, choose_formats, gather_dense, init_cache
 
 P, H, K, D = 8, 4, 2, 8
+LAYERS = (LayerSpec(kv_heads=K, head_dim=D, window=5), LayerSpec(kv_heads=K, head_dim=D))
 SPEC = CacheSpec(
-    layers=(
-        LayerSpec(kv_heads=K, head_dim=D, window=5),
-        LayerSpec(kv_heads=K, head_dim=D),
-    ),
+    layers=LAYERS,
     page_size=P,
     num_pages=(9, 9),
-    format=get_format("f32"),
+    formats=choose_formats("f32", LAYERS),
 )
 
 

@@ -1,14 +1,21 @@
 """Device state of the paged cache: its static spec, its pytree, and pure functions over it."""
 
+from jaxkv.cache.choice import KVRanges as KVRanges
+from jaxkv.cache.choice import check_choice as check_choice
+from jaxkv.cache.choice import choose_formats as choose_formats
+from jaxkv.cache.choice import format_id as format_id
 from jaxkv.cache.formats import FORMATS as FORMATS
+from jaxkv.cache.formats import STATIC as STATIC
 from jaxkv.cache.formats import KVFormat as KVFormat
 from jaxkv.cache.formats import get_format as get_format
 from jaxkv.cache.invariants import check_cache as check_cache
 from jaxkv.cache.invariants import check_tables as check_tables
+from jaxkv.cache.rotation import rotate as rotate
 from jaxkv.cache.spec import CacheSpec as CacheSpec
 from jaxkv.cache.spec import LayerGroup as LayerGroup
 from jaxkv.cache.spec import LayerSpec as LayerSpec
-from jaxkv.cache.spec import group_layers as group_layers
+from jaxkv.cache.spec import group_pages as group_pages
+from jaxkv.cache.spec import layer_pages as layer_pages
 from jaxkv.cache.state import ExportedPages as ExportedPages
 from jaxkv.cache.state import KVCache as KVCache
 from jaxkv.cache.state import copy_pages as copy_pages
@@ -16,5 +23,6 @@ from jaxkv.cache.state import export_pages as export_pages
 from jaxkv.cache.state import gather_dense as gather_dense
 from jaxkv.cache.state import import_pages as import_pages
 from jaxkv.cache.state import init_cache as init_cache
+from jaxkv.cache.state import seal as seal
 from jaxkv.cache.state import write as write
 from pallas_kernels.checks import PAGE_SIZES as PAGE_SIZES

@@ -4,10 +4,11 @@ For tests and for finding a fault: nothing here is called while an engine runs. 
 own books (`jaxkv.prefix`), which are taken as they are.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jaxkv.cache.spec import CacheSpec
@@ -32,22 +33,27 @@ def check_cache(cache: KVCache, spec: CacheSpec) -> None:
       ValueError: a layer, named, has another shape, dtype, layout, window or format than the
         spec's.
     """
-    if len(cache.layers) != len(spec.layers):
-        raise ValueError(f"the cache has {len(cache.layers)} layers, the spec {len(spec.layers)}")
-    if cache.format != spec.format.name:
-        raise ValueError(f"the cache's format is {cache.format}, the spec's {spec.format.name}")
+    if len(cache.layers) != len(spec.pages):
+        raise ValueError(f"the cache has {len(cache.layers)} layers, the spec {len(spec.pages)}")
+    for index, (got, want) in enumerate(zip(cache.formats, spec.formats, strict=True)):
+        if got != want:
+            raise ValueError(f"layer {index}: format is {got.name}, the spec's {want.name}")
     for g, group in enumerate(spec.groups):
-        for index in group.layers:
-            layer, pages = spec.layers[index], cache.layers[index]
-            tokens, heads = spec.page_size, 2 * layer.kv_heads
-            middle = (tokens, heads) if spec.layout == "token_major" else (heads, tokens)
-            facts = {
+        for index in group.members:
+            one, pages = spec.pages[index], cache.layers[index]
+            dims = spec.page_size, one.kv_heads, one.head_dim
+            want = jax.eval_shape(
+                functools.partial(one.format.init_pages, spec.num_pages[g], *dims, spec.layout)
+            )
+            facts: dict[str, tuple[object, object]] = {
                 "layout": (pages.layout, spec.layout),
-                "shape": (pages.kv.shape, (spec.num_pages[g], *middle, layer.head_dim)),
-                "dtype": (pages.kv.dtype, jnp.dtype(spec.format.dtype)),
                 "group": (cache.groups[index], g),
-                "window": (cache.windows[cache.groups[index]], layer.window),
+                "window": (cache.windows[cache.groups[index]], one.window),
             }
+            for name, array in want.paged.items():
+                got = pages.paged[name]
+                facts[f"shape of {name}"] = got.shape, array.shape
+                facts[f"dtype of {name}"] = got.dtype, array.dtype
             for name, (got, want) in facts.items():
                 if got != want:
                     raise ValueError(f"layer {index}: {name} is {got}, the spec says {want}")
@@ -86,9 +92,10 @@ def check_tables(
             if num_live > len(row):
                 raise ValueError(f"{where}: {length} tokens need {num_live} pages, M = {len(row)}")
             first_written = first_query // spec.page_size
-            window = spec.groups[group].window
-            first_seen = 0 if window is None else max(0, first_query - window + 1) // spec.page_size
-            for place, page in enumerate(row[first_seen:num_live].tolist(), first_seen):
+            first_seen = spec.groups[group].first_page(first_query, spec.page_size)
+            sinks = min(spec.groups[group].sink_pages, first_seen)
+            for place in (*range(sinks), *range(first_seen, num_live)):
+                page = int(row[place])
                 if page == 0:
                     raise ValueError(f"{where}: page {place} of its tokens is the null page")
                 if pool.state(page)[1] == 0:

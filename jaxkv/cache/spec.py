@@ -1,12 +1,14 @@
-"""The static description of a paged cache: layers, page size, pages, format, layout.
+"""The static description of a paged cache: layers, page size, pages, formats, layout.
 
-Not here: the arrays (`state`), nor which page belongs to whom (`jaxkv.prefix`).
+A layer has pages of its own, and where its format keeps some tokens exact, pages of another pool
+for them (`formats.Exact`). Not here: the arrays (`state`), nor which page belongs to whom
+(`jaxkv.prefix`).
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxkv.cache.formats import KVFormat
+from jaxkv.cache.formats import EXACT, KVFormat
 from pallas_kernels.pages import Layout
 
 
@@ -26,24 +28,76 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Layers with the same window: they share one pool of page ids and one page table.
+class LayerPages:
+    """Pages of one layer in one format, and which tokens of a sequence they keep.
 
     Attributes:
-      window: that window.
-      layers: their indices.
+      layer: its index.
+      kv_heads, head_dim: K and D.
+      format: of the pages.
+      window: tokens that are kept, the last one included; None keeps all.
+      sink_pages: pages at the beginning that are kept, too.
+    """
+
+    layer: int
+    kv_heads: int
+    head_dim: int
+    format: KVFormat
+    window: int | None
+    sink_pages: int = 0
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Bytes of one page."""
+        return self.format.bytes_per_page(page_size, self.kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Pages that keep the same tokens: they share one pool of page ids and one page table.
+
+    Attributes:
+      window, sink_pages: see `LayerPages`.
+      members: their indices among `CacheSpec.pages`.
     """
 
     window: int | None
-    layers: tuple[int, ...]
+    sink_pages: int
+    members: tuple[int, ...]
+
+    def first_page(self, num_tokens: int, page_size: int) -> int:
+        """First page behind the sinks that a sequence of `num_tokens` still needs."""
+        if self.window is None:
+            return 0
+        return max(0, num_tokens - self.window + 1) // page_size
+
+    def num_kept(self, num_tokens: int, page_size: int) -> int:
+        """Pages that a sequence of `num_tokens` holds, when its next token is awaited."""
+        end, first = -(-num_tokens // page_size), self.first_page(num_tokens, page_size)
+        return end - first + min(first, self.sink_pages)
 
 
-def group_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
-    """Groups layers by window, in order of first appearance."""
-    members: dict[int | None, list[int]] = {}
-    for index, layer in enumerate(layers):
-        members.setdefault(layer.window, []).append(index)
-    return tuple(LayerGroup(window, tuple(indices)) for window, indices in members.items())
+def layer_pages(layers: tuple[LayerSpec, ...], formats: tuple[KVFormat, ...]) -> list[LayerPages]:
+    """The pages of each layer, and behind them the exact ones of those layers that have some."""
+    pages, exact = [], []
+    for index, (layer, kv_format) in enumerate(zip(layers, formats, strict=True)):
+        dims = index, layer.kv_heads, layer.head_dim
+        pages.append(LayerPages(*dims, kv_format, layer.window))
+        if (kept := kv_format.exact) is not None:
+            exact.append(LayerPages(*dims, EXACT, kept.recent, kept.sink_pages))
+    return pages + exact
+
+
+def group_pages(pages: list[LayerPages]) -> tuple[LayerGroup, ...]:
+    """Groups pages that keep the same tokens, in order of first appearance.
+
+    Exact pages have groups of their own, even where a layer's window is as wide.
+    """
+    members: dict[tuple[int | None, int, bool], list[int]] = {}
+    num_layers = 1 + max(one.layer for one in pages)
+    for index, one in enumerate(pages):
+        key = one.window, one.sink_pages, index >= num_layers
+        members.setdefault(key, []).append(index)
+    return tuple(LayerGroup(*key[:2], tuple(indices)) for key, indices in members.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,29 +108,39 @@ class CacheSpec:
       layers: one entry a layer.
       page_size: P, tokens a page.
       num_pages: N of each layer group, the null page included.
-      format: how values are stored.
+      formats: of each layer, how values are stored.
       layout: physical layout of a page; the backend's choice.
     """
 
     layers: tuple[LayerSpec, ...]
     page_size: int
     num_pages: tuple[int, ...]
-    format: KVFormat
+    formats: tuple[KVFormat, ...]
     layout: Layout = "token_major"
+
+    @cached_property
+    def pages(self) -> list[LayerPages]:
+        """All pages of the cache; those of layer i are number i, exact ones come behind them."""
+        return layer_pages(self.layers, self.formats)
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
         """The layer groups; `num_pages` has one entry for each."""
-        return group_layers(self.layers)
+        return group_pages(self.pages)
 
     def bytes_per_page(self, group: int) -> int:
         """Bytes of one page id of a group, over all its layers."""
-        return self.page_size * sum(
-            self.format.bytes_per_token(self.layers[i].kv_heads, self.layers[i].head_dim)
-            for i in self.groups[group].layers
-        )
+        return sum(self.pages[i].bytes_per_page(self.page_size) for i in self.groups[group].members)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all page arrays."""
         return sum(n * self.bytes_per_page(g) for g, n in enumerate(self.num_pages))
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Bytes of the pages that a sequence of `num_tokens` holds, when its next token is awaited:
+        parameters, partly filled pages and exact ones included."""
+        return sum(
+            group.num_kept(num_tokens, self.page_size) * self.bytes_per_page(g)
+            for g, group in enumerate(self.groups)
+        )

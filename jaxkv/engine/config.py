@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxkv.attention import BACKEND_NAMES
-from jaxkv.cache import PAGE_SIZES, get_format
+from jaxkv.cache import PAGE_SIZES, KVRanges, check_choice
 from jaxkv.engine.waiting import SCHEDULING
 from jaxkv.prefix import POLICIES
 
@@ -20,7 +20,9 @@ class EngineConfig:
         longest could need, but at most `pool_bytes`.
       pool_bytes: see `pool_tokens`.
       max_length: longest sequence, prompt and answer; None takes the model's.
-      kv_format: how K and V are stored, a name of `jaxkv.cache.FORMATS`.
+      kv_format: how K and V are stored: a format of `jaxkv.cache`, and others for some layers, as
+        `kivi4,window=bf16` (`jaxkv.cache.choose_formats`).
+      kv_ranges: of the model's K and V, for formats whose scales are measured beforehand.
       deterministic: a sequence's logits have the same bits whatever else is in the batch, however
         its prompt is cut into chunks, and whatever the page size. Slower: small steps are padded,
         and no step has more than 64 tokens.
@@ -38,6 +40,7 @@ class EngineConfig:
     pool_bytes: int = 1 << 30
     max_length: int | None = None
     kv_format: str = "f32"
+    kv_ranges: KVRanges | None = None
     deterministic: bool = False
     backend: str | None = None
     prefix_cache: bool = True
@@ -60,7 +63,7 @@ class EngineConfig:
         for name, known in (("eviction", tuple(POLICIES)), ("scheduling", SCHEDULING)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be of {known}, got {getattr(self, name)!r}")
-        get_format(self.kv_format)
+        check_choice(self.kv_format)
 
 
 def _check_count(name: str, value: object) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import numpy as np
 
-from jaxkv.cache import init_cache
+from jaxkv.cache import format_id, init_cache
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.metrics import EngineMetrics, PoolState
 from jaxkv.engine.model import DecodeModel
@@ -99,12 +99,18 @@ class Engine:
         self.pools = [PagePool(n) for n in self.spec.num_pages]
         self._bytes_per_page = [self.spec.bytes_per_page(g) for g in range(len(self.pools))]
         windows = [group.window for group in self.spec.groups]
+        sink_pages = [group.sink_pages for group in self.spec.groups]
         self.index: PrefixIndex | None = None
         self.pins: Pins | None = None
         if self.config.prefix_cache:
             policy = POLICIES[self.config.eviction]()
             self.index = PrefixIndex(
-                self.pools, self.config.page_size, windows, policy=policy, events=page_events
+                self.pools,
+                self.config.page_size,
+                windows,
+                sink_pages,
+                policy=policy,
+                events=page_events,
             )
             self.pins = Pins(self.index)
         self.max_length = longest_sequence(model, self.config, self.spec)
@@ -114,6 +120,7 @@ class Engine:
             max_sequences=self.config.max_sequences,
             max_pages=-(-self.max_length // self.config.page_size),
             windows=windows,
+            sink_pages=sink_pages,
             index=self.index,
             pins=self.pins,
         )
@@ -162,7 +169,7 @@ class Engine:
         self, adapter: tuple[str, int] | None = None, cache_salt: str | None = None
     ) -> Namespace:
         """Where the index keeps the prefixes of requests with this adapter and salt."""
-        return Namespace(kv_format=self.config.kv_format, adapter=adapter, salt=cache_salt)
+        return Namespace(kv_format=format_id(self.spec.formats), adapter=adapter, salt=cache_salt)
 
     def submit(self, request: Request, *, stepwise: bool = False) -> Completion:
         """Queues a request.

@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 
 from jaxkv.attention import preferred_layout
-from jaxkv.cache import CacheSpec, get_format, group_layers
+from jaxkv.cache import CacheSpec, LayerGroup, choose_formats, group_pages, layer_pages
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.model import DecodeModel
 
@@ -18,22 +18,26 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
 
     A sliding group has pages for twice what the windows and chunks of all sequences take: the rest
     is for windows that later requests go on from.
-    """
-    P, kv_format = config.page_size, get_format(config.kv_format)
-    windows = [group.window for group in group_layers(model.layers)]
 
-    def most_pages(window: int | None) -> int | float:
-        if window is None:
+    Raises:
+      ValueError: the formats do not fit the model (`jaxkv.cache.choose_formats`).
+    """
+    P = config.page_size
+    formats = choose_formats(config.kv_format, model.layers, config.kv_ranges)
+    groups = group_pages(layer_pages(model.layers, formats))
+
+    def most_pages(group: LayerGroup) -> int | float:
+        if group.window is None:
             return math.inf
-        return 2 * config.max_sequences * _sliding_pages(window, config)
+        return 2 * config.max_sequences * _sliding_pages(group, config)
 
     def spec(num_pages: int) -> CacheSpec:
         """With so many pages for the tokens of a full group, the null page not among them."""
         return CacheSpec(
             layers=model.layers,
             page_size=P,
-            num_pages=tuple(int(min(num_pages, most_pages(w))) + 1 for w in windows),
-            format=kv_format,
+            num_pages=tuple(int(min(num_pages, most_pages(group))) + 1 for group in groups),
+            formats=formats,
             layout=preferred_layout(),
         )
 
@@ -48,7 +52,7 @@ def cache_capacity(spec: CacheSpec, config: EngineConfig) -> int | None:
     tokens = [
         (num_pages - 1) * spec.page_size
         for num_pages, group in zip(spec.num_pages, spec.groups, strict=True)
-        if group.window is None or num_pages - 1 < _sliding_pages(group.window, config)
+        if group.window is None or num_pages - 1 < _sliding_pages(group, config)
     ]
     return min(tokens, default=None)
 
@@ -64,6 +68,7 @@ def _asked_length(model: DecodeModel, config: EngineConfig) -> int:
     return min(config.max_length or model.max_positions, model.max_positions)
 
 
-def _sliding_pages(window: int, config: EngineConfig) -> int:
-    """Most pages that a window and a chunk of one sequence touch."""
-    return -(-(window + config.token_budget) // config.page_size) + 1
+def _sliding_pages(group: LayerGroup, config: EngineConfig) -> int:
+    """Most pages that a window, a chunk and the sinks of one sequence touch."""
+    assert group.window is not None
+    return -(-(group.window + config.token_budget) // config.page_size) + 1 + group.sink_pages

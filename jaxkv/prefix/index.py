@@ -75,7 +75,7 @@ class PrefixIndex:
     """Radix trees over token ids, one a namespace, above the pools of all layer groups.
 
     Attributes:
-      pools, page_size, windows: as given.
+      pools, page_size, windows, sink_pages: as given.
       clock: as given.
       roots: the tree of each namespace that has pages.
       counters: what was done so far.
@@ -86,6 +86,7 @@ class PrefixIndex:
         pools: Sequence[PagePool],
         page_size: int,
         windows: Sequence[int | None] | None = None,
+        sink_pages: Sequence[int] | None = None,
         *,
         policy: EvictionPolicy | None = None,
         events: Callable[[Event], None] | None = None,
@@ -97,6 +98,8 @@ class PrefixIndex:
           pools: of each layer group.
           page_size: P.
           windows: of each group; None for a group that sees all. By default all do.
+          sink_pages: of each group, pages at the beginning that its window does not move past; by
+            default none.
           policy: order of eviction; LRU by default.
           events: called with each event as it happens.
           clock: seconds.
@@ -108,7 +111,10 @@ class PrefixIndex:
         self.counters = IndexCounters()
         self._policy = policy or LRU()
         self._log = None if events is None else EventLog(events, page_size)
-        self._sliding = SlidingGroups(self.pools, self.windows, page_size, self._log)
+        self.sink_pages = tuple(sink_pages) if sink_pages is not None else (0,) * len(self.pools)
+        self._sliding = SlidingGroups(
+            self.pools, self.windows, self.sink_pages, page_size, self._log
+        )
         self._slides = bool(self._sliding.windows)
         self.clock = clock
 
@@ -144,9 +150,9 @@ class PrefixIndex:
             if self.windows[g] is None:
                 self.pools[g].share(ids)
             else:
-                first = self._sliding.first_needed(g, num_tokens)
-                ids[:first] = [0] * first
-                self.pools[g].share(ids[first:])
+                for place in self._sliding.not_needed(g, num_tokens):
+                    ids[place] = 0
+                self.pools[g].share([page for page in ids if page])
         return Match(num_tokens, tuple(joined), sources)
 
     def insert(

@@ -1,9 +1,9 @@
 """What the index does for groups whose layers see a window: which of their pages are needed still.
 
-Such a group keeps pages wherever sequences had them. The token at position `m` sees the pages from
-`first_needed(m)` on, so a prefix of length m can be served where those are there. When pages are
-wanted, the first to go are those behind the window of their node's end, since a later sequence goes
-on from an end. Not here: which leaf goes when that is not enough (`index`).
+Such a group keeps pages wherever sequences had them. The token at position m sees the pages of its
+window and the sinks at the beginning, so a prefix of length m can be served where those are there.
+When pages are wanted, the first to go are those behind the window of their node's end, since a
+later sequence goes on from an end. Not here: which leaf goes when that is not enough (`index`).
 """
 
 from collections import OrderedDict
@@ -19,25 +19,29 @@ class SlidingGroups:
 
     Attributes:
       windows: of each sliding group, by its number among all groups.
+      sink_pages: pages at the beginning that are needed always; by the same number.
     """
 
     def __init__(
         self,
         pools: Sequence[PagePool],
         windows: Sequence[int | None],
+        sink_pages: Sequence[int],
         page_size: int,
         log: EventLog | None,
     ):
         self.windows = {g: window for g, window in enumerate(windows) if window is not None}
+        self.sink_pages = dict(enumerate(sink_pages))
         self._pools = pools
         self._page_size = page_size
         self._log = log
         # Of each group the nodes that may have pages behind their end's window.
         self._behind: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.windows}
 
-    def first_needed(self, group: int, length: int) -> int:
-        """First logical page that the token at position `length` sees."""
-        return max(0, length - self.windows[group] + 1) // self._page_size
+    def not_needed(self, group: int, length: int) -> range:
+        """Logical pages that the token at position `length` does not see, before its window."""
+        first = max(0, length - self.windows[group] + 1) // self._page_size
+        return range(min(self.sink_pages[group], first), first)
 
     def usable(self, pages: Sequence[list[int]], length: int) -> int:
         """The longest prefix, up to `length`, after which every group has all that it sees.
@@ -75,7 +79,7 @@ class SlidingGroups:
                 break
             node = next(iter(queue))
             behind = (node.end - window) // self._page_size - node.start // self._page_size
-            gone, held = self.let_go(node, group, behind, num_pages - freed)
+            gone, held = self.let_go(node, group, behind, num_pages - freed, spare_sinks=True)
             freed += gone
             if held:
                 queue.move_to_end(node)
@@ -83,14 +87,17 @@ class SlidingGroups:
                 del queue[node]
         return freed
 
-    def let_go(self, node: Node, group: int, behind: int, num_pages: int) -> tuple[int, bool]:
+    def let_go(
+        self, node: Node, group: int, behind: int, num_pages: int, *, spare_sinks: bool = False
+    ) -> tuple[int, bool]:
         """Lets at most `num_pages` of a node's first `behind` pages go.
 
         Returns:
           How many went, and whether others are held.
         """
         pool, ids = self._pools[group], node.pages[group][: max(0, behind)]
-        there = [place for place, page in enumerate(ids) if page]
+        sinks = self.sink_pages[group] - node.start // self._page_size if spare_sinks else 0
+        there = [place for place, page in enumerate(ids) if page and place >= sinks]
         places = [place for place in there if not pool.is_held(ids[place])]
         gone = places[:num_pages]
         if gone:
@@ -112,8 +119,9 @@ class SlidingGroups:
         """The longest prefix, up to `length`, after which one group has all that it sees."""
         P = self._page_size
         while length:
-            first, end = self.first_needed(group, length), -(-length // P)
-            gap = next((k for k in range(end - 1, first - 1, -1) if not ids[k]), None)
+            spared, end = self.not_needed(group, length), -(-length // P)
+            needed = (*range(end - 1, spared.stop - 1, -1), *range(spared.start - 1, -1, -1))
+            gap = next((k for k in needed if not ids[k]), None)
             if gap is None:
                 return length
             while gap and not ids[gap - 1]:

@@ -46,6 +46,7 @@ class PageTables:
         max_sequences: int,
         max_pages: int,
         windows: Sequence[int | None] | None = None,
+        sink_pages: Sequence[int] | None = None,
         index: PrefixIndex | None = None,
         pins: Pins | None = None,
     ):
@@ -57,6 +58,8 @@ class PageTables:
           max_sequences: R.
           max_pages: M.
           windows: of each group; None for a group that sees all. By default all do.
+          sink_pages: of each group, pages at the beginning that are kept whatever the window; by
+            default none.
           index: shares the pools; None shares no prefixes.
           pins: in the index; those that have expired give way to growth.
         """
@@ -70,6 +73,8 @@ class PageTables:
         # What each row holds once more, as lists, in which the books are kept; None where closed.
         self._held: list[list[list[int]] | None] = [None] * max_sequences
         self._windows = {g: window for g, window in enumerate(windows or ()) if window is not None}
+        self._sinks = tuple(sink_pages) if sink_pages is not None else (0,) * len(self.pools)
+        # Of each row the first page that may be there, the sinks left out.
         self._first = {g: np.zeros(max_sequences, np.int64) for g in self._windows}
         self._closed = list(range(max_sequences - 1, -1, -1))
 
@@ -113,7 +118,8 @@ class PageTables:
         for g, ids in enumerate(held):
             self._show(g, row, 0, ids)
         for g in self._windows:
-            self._first[g][row] = held[g].count(0)
+            gone = held[g].count(0)
+            self._first[g][row] = self._sinks[g] + gone if gone else 0
         self.num_pages[row] = len(held[0])
         return match.num_tokens, match.sources
 
@@ -195,7 +201,8 @@ class PageTables:
             first = np.maximum(num_tokens - window + 1, 0) // self.page_size
             first = np.minimum(first, self.num_pages[rows])
             for i in np.flatnonzero(first > self._first[g][rows]):
-                row, start, end = int(rows[i]), int(self._first[g][rows[i]]), int(first[i])
+                row, end = int(rows[i]), int(first[i])
+                start = min(end, max(self._sinks[g], int(self._first[g][row])))
                 ids = self._held_by(row)[g]
                 self.pools[g].release(ids[start:end])
                 ids[start:end] = [0] * (end - start)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import reference, xla
-from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.options import AttentionOptions, KeyPart
 from pallas_kernels.attention.ragged import Ragged
 from pallas_kernels.checks import FLOATS, check_pages, require
-from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import AnyPages
 
 BACKENDS = {
     "reference": reference.ragged_paged_attention,
@@ -22,7 +22,7 @@ PREFERENCE = {platform: ("xla",) for platform in ("cpu", "gpu", "tpu")}
 
 def ragged_paged_attention(
     q: jax.Array,
-    pages: Pages,
+    pages: AnyPages,
     page_table: jax.Array,
     kv_lens: jax.Array,
     query_starts: jax.Array,
@@ -32,6 +32,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
     query_tile: int | None = None,
+    keys: KeyPart | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -49,7 +50,7 @@ def ragged_paged_attention(
 
     Args:
       q: `[T, H, D]` float32, bfloat16 or float16, all sequences concatenated, padding last.
-      pages: K and V, K heads of dimension D, any of the float types.
+      pages: K and V, K heads of dimension D, of any type of pages.
       page_table: `[B, M]` int32, logical page to physical page.
       kv_lens: `[B]` int32, tokens in the cache, this step's included; at most M * P.
       query_starts: `[B + 1]` int32, ascending from 0; `query_starts[B]` on is padding.
@@ -59,6 +60,7 @@ def ragged_paged_attention(
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, before masks and sinks.
       query_tile: rows that the `xla` backend works on together. None picks by T and B; a fixed
         value of 64 or more makes a row's bits independent of what else is in the batch.
+      keys: the part of the keys that this call takes; None takes all. See `KeyPart`.
       return_lse: also return the log of the softmax's denominator (sink included).
       backend: `reference`, `xla`, or None for the best on this platform.
 
@@ -70,7 +72,9 @@ def ragged_paged_attention(
     Raises:
       ValueError: a shape, dtype or size that does not fit, naming the dimension.
     """
-    options = AttentionOptions(scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile)
+    options = AttentionOptions(
+        scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile, keys=keys
+    )
     _check_arrays(q, pages, page_table, kv_lens, query_starts, sinks)
     _check_options(options)
     run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend)
@@ -81,7 +85,7 @@ def ragged_paged_attention(
 
 def _check_arrays(
     q: jax.Array,
-    pages: Pages,
+    pages: AnyPages,
     page_table: jax.Array,
     kv_lens: jax.Array,
     query_starts: jax.Array,

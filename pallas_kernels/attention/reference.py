@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.online_softmax import finite_or_zero
-from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import AnyPages
 
 
 @jax.jit(static_argnames="options")
 def ragged_paged_attention(
     q: jax.Array,
-    pages: Pages,
+    pages: AnyPages,
     page_table: jax.Array,
     ragged: Ragged,
     sinks: jax.Array | None,
@@ -31,10 +31,12 @@ def ragged_paged_attention(
     visible = slot[None] <= position[:, None]  # [T, S]; so below kv_lens too
     if options.window is not None:
         visible &= slot[None] > position[:, None] - options.window
+    if options.keys is not None:
+        low, high = options.keys.bounds(position)
+        visible &= (slot[None] >= low[:, None]) & (slot[None] < high[:, None])
 
     page, offset = page_table[seq][:, slot // P], jnp.broadcast_to(slot % P, (T, M * P))
-    k = pages.keys(page, offset).astype(jnp.float32)  # [T, K, S, D]
-    v = pages.values(page, offset).astype(jnp.float32)
+    k, v = (pages.read(i, page, offset).astype(jnp.float32) for i in (0, 1))  # [T, K, S, D]
     # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
     v = jnp.where(visible[:, None, :, None], v, 0.0)
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged, owner
 from pallas_kernels.online_softmax import finite_or_zero
-from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import AnyPages
 
 KV_CHUNK = 128  # keys a trip
 GROUP_ROWS = 64  # query rows a group of many-row tiles
@@ -35,7 +35,7 @@ CPU_SINGLE_ROWS = 8  # most rows of a lone tile's product that a CPU takes one b
 @jax.jit(static_argnames="options")
 def ragged_paged_attention(
     q: jax.Array,
-    pages: Pages,
+    pages: AnyPages,
     page_table: jax.Array,
     ragged: Ragged,
     sinks: jax.Array | None,
@@ -45,7 +45,7 @@ def ragged_paged_attention(
     T, H, D = q.shape
     B, K = page_table.shape[0], pages.num_kv_heads
     tile = options.query_tile or (1 if T <= B else 64)
-    tiles = _Tiles.plan(ragged, T, tile, options.window)
+    tiles = _Tiles.plan(ragged, T, tile, options)
     # Many-row tiles come in groups of one shape whatever T and B are: the bits of a product, and of
     # the sums that XLA fuses behind it, depend on its shape.
     group = max(1, GROUP_ROWS // tile) if tile > 1 else min(tiles.count, GROUP_DECODE)
@@ -106,7 +106,7 @@ class _Tiles:
     high: jax.Array
 
     @classmethod
-    def plan(cls, ragged: Ragged, T: int, tile: int, window: int | None) -> "_Tiles":
+    def plan(cls, ragged: Ragged, T: int, tile: int, options: AttentionOptions) -> "_Tiles":
         B = ragged.kv_lens.shape[0]
         count = T if tile == 1 else min(T, T // tile + B)
         query_lens = ragged.query_starts[1:] - ragged.query_starts[:-1]
@@ -121,8 +121,11 @@ class _Tiles:
         offset = ragged.kv_lens[seq] - ragged.query_starts[seq + 1]  # position minus row
         high = jnp.where(live, jnp.maximum(offset + end_row, 0), 0)
         low = jnp.zeros_like(high)
-        if window is not None:
-            low = jnp.clip(offset + first_row - window + 1, 0, high)
+        if options.window is not None:
+            low = jnp.clip(offset + first_row - options.window + 1, 0, high)
+        if options.keys is not None:
+            high = jnp.minimum(high, options.keys.bounds(offset + end_row - 1)[1])
+            low = jnp.minimum(jnp.maximum(low, options.keys.bounds(offset + first_row)[0]), high)
         return cls(count, starts[-1], starts, seq, first_row, low, high)
 
     def group(self, start: jax.Array | int, size: int) -> "_Tiles":
@@ -145,7 +148,7 @@ class _Tiles:
 def _walk_chunks(
     q: jax.Array,
     position: jax.Array,
-    pages: Pages,
+    pages: AnyPages,
     table: jax.Array,
     tiles: _Tiles,
     options: AttentionOptions,
@@ -179,6 +182,9 @@ def _walk_chunks(
         visible = slot[:, None] <= position[:, :, None]  # [W, tile, C]
         if options.window is not None:
             visible &= slot[:, None] > position[:, :, None] - options.window
+        if options.keys is not None:
+            low, high = (bound[:, :, None] for bound in options.keys.bounds(position))
+            visible &= (slot[:, None] >= low) & (slot[:, None] < high)
         logits = jnp.where(visible[:, None, :, None], logits, -jnp.inf)
 
         m_new = jnp.maximum(m, logits.max(axis=-1))
@@ -199,7 +205,7 @@ def _walk_chunks(
 
 
 def _gather_chunk(
-    pages: Pages, table: jax.Array, start: jax.Array, tiles: _Tiles
+    pages: AnyPages, table: jax.Array, start: jax.Array, tiles: _Tiles
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers each tile's KV_CHUNK keys and values from slot `start` `[W]` on.
 
@@ -212,14 +218,8 @@ def _gather_chunk(
     run = math.gcd(P, KV_CHUNK) if pages.layout == "head_major" else 1
     slot = start[:, None] + jnp.arange(0, KV_CHUNK, run, dtype=jnp.int32)[None]  # [W, C / run]
     page = jnp.take_along_axis(table, jnp.minimum(slot // P, table.shape[1] - 1), axis=1)
-    page, offset = page[:, None], (slot % P // run)[:, None]
-    heads = 2 * jnp.arange(K, dtype=jnp.int32)[None, :, None]
-    if pages.layout == "head_major":
-        pool = pages.kv.reshape(-1, 2 * K, P // run, run * D)
-        gathered = [pool.at[page, heads + i, offset].get(mode="clip") for i in (0, 1)]
-    else:
-        gathered = [pages.kv.at[page, offset, heads + i].get(mode="clip") for i in (0, 1)]
-    k, v = (x.astype(jnp.float32) for x in gathered)  # [W, K, C / run, run * D]
+    offset = slot % P // run
+    k, v = (pages.read(i, page, offset, run).astype(jnp.float32) for i in (0, 1))
 
     # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
     token = slot[..., None] + jnp.arange(run * D, dtype=jnp.int32)[None, None] // D

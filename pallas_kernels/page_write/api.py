@@ -1,6 +1,6 @@
-"""Writing new K and V into pages: the public calls, their checks, and the choice of a backend.
+"""Writing K and V into pages: the public calls, their checks, and the choice of a backend.
 
-Pure functions; in a jitted step with the pages donated, both update the pool in place. Not here:
+Pure functions; in a jitted step with the pages donated, all update the pool in place. Not here:
 which slot a token gets (the host decides).
 """
 
@@ -11,20 +11,23 @@ from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOATS, check_pages, require
 from pallas_kernels.page_write import reference, xla
 from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 WRITE_BACKENDS = {"reference": reference.write_pages, "xla": xla.write_pages}
 COPY_BACKENDS = {"reference": reference.copy_pages, "xla": xla.copy_pages}
+SEAL_BACKENDS = {"reference": reference.seal_pages, "xla": xla.seal_pages}
 PREFERENCE = {platform: ("xla",) for platform in ("cpu", "gpu", "tpu")}
 
 
-def write_pages(
-    pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str | None = None
-) -> Pages:
+def write_pages[P: TokenPages](
+    pages: P, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str | None = None
+) -> P:
     """Writes the K and V of T tokens into their slots.
 
     Args:
-      pages: the pool of one layer.
-      k: `[T, K, D]` float, rounded to the pages' dtype; past its range, to infinity.
+      pages: the pool of one layer, written a token at a time.
+      k: `[T, K, D]` float. Pages of floats round it to their dtype, past its range to infinity;
+        pages of codes clip what their parameters do not reach, and take NaN for 0.
       v: like `k`.
       slots: `[T]` int32, `page_id * P + offset`. No two tokens share a slot, but for padding:
         that is aimed at the null page (slot 0), where what remains is not defined. A slot outside
@@ -38,6 +41,7 @@ def write_pages(
       ValueError: a shape or dtype that does not fit, naming the dimension.
     """
     check_pages(pages)
+    require(not isinstance(pages, ChannelPages), "ChannelPages are written whole: seal_pages")
     require(slots.ndim == 1, f"slots must be [T], got {slots.shape}")
     require(slots.dtype == jnp.int32, f"slots must be int32, got {slots.dtype}")
     shape = (slots.shape[0], pages.num_kv_heads, pages.head_dim)
@@ -47,9 +51,9 @@ def write_pages(
     return dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend)(pages, k, v, slots)
 
 
-def copy_pages(
-    pages: Pages, source: jax.Array, target: jax.Array, *, backend: str | None = None
-) -> Pages:
+def copy_pages[P: AnyPages](
+    pages: P, source: jax.Array, target: jax.Array, *, backend: str | None = None
+) -> P:
     """Copies whole pages within a pool, all reads before all writes.
 
     Args:
@@ -64,9 +68,46 @@ def copy_pages(
       ValueError: a shape or dtype that does not fit.
     """
     check_pages(pages)
+    _check_pairs(source, target)
+    run = dispatch.choose("copy_pages", COPY_BACKENDS, PREFERENCE, backend)
+    return run(pages, source, target)
+
+
+def seal_pages(
+    pages: ChannelPages,
+    exact: Pages,
+    source: jax.Array,
+    target: jax.Array,
+    count: jax.Array,
+    *,
+    backend: str | None = None,
+) -> ChannelPages:
+    """Writes full pages of codes from pages of floats that hold the same tokens.
+
+    Args:
+      pages: the pool of codes of one layer.
+      exact: the floats, with the same P, K and D.
+      source: `[n]` int32 page ids of `exact`.
+      target: `[n]` int32 page ids of `pages`, distinct; outside the pool nothing is written.
+      count: int32 scalar; of the n pairs the first so many are written.
+      backend: `reference`, `xla`, or None for the best on this platform.
+
+    Raises:
+      ValueError: a shape or dtype that does not fit, naming the dimension.
+    """
+    check_pages(pages)
+    check_pages(exact)
+    for name in ("page_size", "num_kv_heads", "head_dim"):
+        got, want = getattr(exact, name), getattr(pages, name)
+        require(got == want, f"{name} of exact is {got}, of the pages {want}")
+    _check_pairs(source, target)
+    require(count.shape == () and count.dtype == jnp.int32, "count must be an int32 scalar")
+    run = dispatch.choose("seal_pages", SEAL_BACKENDS, PREFERENCE, backend)
+    return run(pages, exact, source, target, count)
+
+
+def _check_pairs(source: jax.Array, target: jax.Array) -> None:
     for name, ids in (("source", source), ("target", target)):
         require(ids.ndim == 1, f"{name} must be [n], got {ids.shape}")
         require(ids.dtype == jnp.int32, f"{name} must be int32, got {ids.dtype}")
     require(source.shape == target.shape, f"source is {source.shape}, target {target.shape}")
-    run = dispatch.choose("copy_pages", COPY_BACKENDS, PREFERENCE, backend)
-    return run(pages, source, target)

@@ -5,26 +5,42 @@ import dataclasses
 import jax
 
 from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 
-def write_pages(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> Pages:
+def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> TokenPages:
     """See `pallas_kernels.page_write.api`."""
-    T, K, _ = k.shape
-    kv = pages.kv
-    token_major = pages.layout == "token_major"
-    for t in range(T):
-        page, offset = slots[t] // pages.page_size, slots[t] % pages.page_size
-        for head in range(K):
-            for index, value in ((2 * head, k[t, head]), (2 * head + 1, v[t, head])):
-                at = (page, offset, index) if token_major else (page, index, offset)
-                value = value.astype(kv.dtype)
-                kv = kv.at[at].set(value, mode="drop", wrap_negative_indices=False)
-    return dataclasses.replace(pages, kv=kv)
+    arrays = pages.paged
+    for name, rows in pages.encode(k, v).items():
+        for t, slot in enumerate(slots):
+            page, offset = slot // pages.page_size, slot % pages.page_size
+            for head in range(rows.shape[1]):
+                at = (page, offset, head) if pages.layout == "token_major" else (page, head, offset)
+                array = arrays[name].at[at]
+                arrays[name] = array.set(rows[t, head], mode="drop", wrap_negative_indices=False)
+    return dataclasses.replace(pages, **arrays)
 
 
-def copy_pages(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
+def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P:
     """See `pallas_kernels.page_write.api`."""
-    kv = pages.kv
-    for old, new in zip(source, target, strict=True):
-        kv = kv.at[new].set(pages.kv[old], mode="drop", wrap_negative_indices=False)
-    return dataclasses.replace(pages, kv=kv)
+    arrays = {}
+    for name, old in pages.paged.items():
+        array = old
+        for one, other in zip(source, target, strict=True):
+            array = array.at[other].set(old[one], mode="drop", wrap_negative_indices=False)
+        arrays[name] = array
+    return dataclasses.replace(pages, **arrays)
+
+
+def seal_pages(
+    pages: ChannelPages, exact: Pages, source: jax.Array, target: jax.Array, count: jax.Array
+) -> ChannelPages:
+    """See `pallas_kernels.page_write.api`."""
+    arrays = pages.paged
+    for i in range(int(count)):
+        kv = exact.kv[source[i]]
+        kv = kv if exact.layout == "token_major" else kv.swapaxes(0, 1)
+        for name, page in pages.encode_page(kv[:, 0::2], kv[:, 1::2]).items():
+            array = arrays[name].at[target[i]]
+            arrays[name] = array.set(page, mode="drop", wrap_negative_indices=False)
+    return dataclasses.replace(pages, **arrays)

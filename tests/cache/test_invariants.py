@@ -5,16 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxkv.cache import CacheSpec, LayerSpec, check_cache, check_tables, get_format, init_cache
+from jaxkv.cache import CacheSpec, LayerSpec, check_cache, check_tables, choose_formats, init_cache
 
+LAYERS = (LayerSpec(kv_heads=2, head_dim=8), LayerSpec(kv_heads=2, head_dim=8, window=4))
 SPEC = CacheSpec(
-    layers=(
-        LayerSpec(kv_heads=2, head_dim=8),
-        LayerSpec(kv_heads=2, head_dim=8, window=4),
-    ),
+    layers=LAYERS,
     page_size=8,
     num_pages=(5, 6),
-    format=get_format("f32"),
+    formats=choose_formats("f32", LAYERS),
 )
 
 
@@ -28,15 +26,23 @@ def test_a_cache_fits_its_own_spec(layout):
     "change, message",
     [
         pytest.param(
-            dict(num_pages=(5, 7)), r"layer 1: shape is \(6, 8, 4, 8\)", id="number of pages"
+            dict(num_pages=(5, 7)), r"layer 1: shape of kv is \(6, 8, 4, 8\)", id="number of pages"
         ),
         pytest.param(dict(page_size=16), "layer 0: shape", id="page size"),
         pytest.param(dict(layout="head_major"), "layer 0: layout is token_major", id="layout"),
-        pytest.param(dict(format=get_format("bf16")), "f32, the spec's bf16", id="format"),
         pytest.param(
-            dict(format=replace(SPEC.format, dtype="float16")), "layer 0: dtype", id="dtype"
+            dict(formats=choose_formats("bf16", LAYERS)), "f32, the spec's bf16", id="format"
         ),
-        pytest.param(dict(layers=SPEC.layers[:1]), "has 2 layers, the spec 1", id="layers"),
+        pytest.param(
+            dict(formats=choose_formats("f32,1=f16", LAYERS)),
+            "layer 1: format is f32",
+            id="a layer",
+        ),
+        pytest.param(
+            dict(layers=LAYERS[:1], formats=SPEC.formats[:1]),
+            "has 2 layers, the spec 1",
+            id="layers",
+        ),
         pytest.param(
             dict(layers=(SPEC.layers[0], replace(SPEC.layers[1], window=5))),
             "layer 1: window is 4, the spec says 5",

@@ -5,7 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.cache import FORMATS, CacheSpec, LayerSpec, get_format, group_layers, init_cache
+from jaxkv.cache import (
+    FORMATS,
+    CacheSpec,
+    LayerGroup,
+    LayerSpec,
+    choose_formats,
+    get_format,
+    group_pages,
+    init_cache,
+    layer_pages,
+)
+from pallas_kernels import Pages
 
 LAYERS = st.lists(
     st.builds(
@@ -19,6 +30,10 @@ LAYERS = st.lists(
 ).map(tuple)
 
 
+def groups_of(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
+    return group_pages(layer_pages(layers, choose_formats("f32", layers)))
+
+
 @settings(deadline=None, max_examples=15)
 @given(
     layers=LAYERS,
@@ -28,34 +43,35 @@ LAYERS = st.lists(
     data=st.data(),
 )
 def test_nbytes_is_the_sum_of_the_bytes_on_the_device(layers, page_size, name, layout, data):
-    groups = len({layer.window for layer in layers})
-    num_pages = data.draw(st.tuples(*[st.integers(2, 4)] * groups))
+    formats = choose_formats(name, layers)
+    groups = group_pages(layer_pages(layers, formats))
+    num_pages = data.draw(st.tuples(*[st.integers(2, 4)] * len(groups)))
     spec = CacheSpec(
         layers=layers,
         page_size=page_size,
         num_pages=num_pages,
-        format=get_format(name),
+        formats=formats,
         layout=layout,
     )
     cache = init_cache(spec)
-    assert spec.nbytes == sum(pages.kv.nbytes for pages in cache.layers)
+    assert spec.nbytes == sum(x.nbytes for pages in cache.layers for x in pages.paged.values())
     for g, group in enumerate(spec.groups):
-        page_bytes = sum(cache.layers[i].kv[0].nbytes for i in group.layers)
+        page_bytes = sum(x[0].nbytes for i in group.members for x in cache.layers[i].paged.values())
         assert spec.bytes_per_page(g) == page_bytes
 
 
 @given(layers=LAYERS)
 def test_every_layer_is_in_the_one_group_of_its_window(layers):
-    groups = group_layers(layers)
-    assert sorted(i for group in groups for i in group.layers) == list(range(len(layers)))
-    assert all(layers[i].window == group.window for group in groups for i in group.layers)
+    groups = groups_of(layers)
+    assert sorted(i for group in groups for i in group.members) == list(range(len(layers)))
+    assert all(layers[i].window == group.window for group in groups for i in group.members)
     assert len({group.window for group in groups}) == len(groups)
 
 
 def test_groups_come_in_order_of_first_appearance():
     windows = (512, None, 512, None, 4)
     layers = tuple(LayerSpec(kv_heads=1, head_dim=8, window=w) for w in windows)
-    groups = [(group.window, group.layers) for group in group_layers(layers)]
+    groups = [(group.window, group.members) for group in groups_of(layers)]
     assert groups == [(512, (0, 2)), (None, (1, 3)), (4, (4,))]
 
 
@@ -68,10 +84,6 @@ def test_an_unknown_format_is_refused_with_the_list_of_formats():
     "name, dtype", [("f32", jnp.float32), ("bf16", jnp.bfloat16), ("f16", jnp.float16)]
 )
 def test_a_format_stores_values_as_its_dtype(name, dtype):
-    spec = CacheSpec(
-        layers=(LayerSpec(kv_heads=1, head_dim=8),),
-        page_size=8,
-        num_pages=(2,),
-        format=get_format(name),
-    )
-    assert init_cache(spec).layers[0].kv.dtype == dtype
+    pages = get_format(name).init_pages(2, 8, 1, 8, "head_major")
+    assert isinstance(pages, Pages)
+    assert pages.kv.dtype == dtype

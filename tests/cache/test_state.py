@@ -11,10 +11,10 @@ from jaxkv.cache import (
     CacheSpec,
     KVCache,
     LayerSpec,
+    choose_formats,
     copy_pages,
     export_pages,
     gather_dense,
-    get_format,
     import_pages,
     init_cache,
     write,
@@ -23,13 +23,12 @@ from jaxkv.cache import (
 P = 8
 WINDOWS = (None, 12, None)
 K, D = (2, 1, 2), 8
+LAYERS = tuple(LayerSpec(kv_heads=k, head_dim=D, window=w) for k, w in zip(K, WINDOWS, strict=True))
 SPEC = CacheSpec(
-    layers=tuple(
-        LayerSpec(kv_heads=k, head_dim=D, window=w) for k, w in zip(K, WINDOWS, strict=True)
-    ),
+    layers=LAYERS,
     page_size=P,
     num_pages=(9, 6),
-    format=get_format("f32"),
+    formats=choose_formats("f32", LAYERS),
 )
 LAYOUTS = pytest.mark.parametrize("layout", ["token_major", "head_major"])
 
@@ -63,7 +62,7 @@ def ids(*pages: int) -> jax.Array:
     ],
 )
 def test_what_is_written_is_what_is_gathered(layer, layout, name):
-    spec = replace(SPEC, layout=layout, format=get_format(name))
+    spec = replace(SPEC, layout=layout, formats=choose_formats(name, LAYERS))
     cache = init_cache(spec)
     rng = np.random.default_rng(layer)
     table = rng.permutation(np.arange(1, 6))  # one sequence of five pages, out of order
@@ -77,7 +76,7 @@ def test_what_is_written_is_what_is_gathered(layer, layout, name):
         stored |= {int(p): [k[i], v[i]] for i, p in enumerate(position)}
         start += n
     got = gather_dense(cache, layer, jnp.asarray(table[None], jnp.int32))
-    dtype = spec.format.dtype
+    dtype = jnp.dtype(dict(f32="float32", bf16="bfloat16")[name])
     for part in (0, 1):
         assert got[part].shape == (1, 5 * P, K[layer], D)
         assert got[part].dtype == dtype
@@ -137,17 +136,17 @@ def test_exported_pages_arrive_in_another_cache_at_other_ids(group, layers, layo
     "target, group, pages, message",
     [
         pytest.param(
-            dict(format=get_format("bf16")),
+            dict(formats=choose_formats("bf16", LAYERS)),
             0,
             2,
-            r"format f32 \(token_major\) do not fit a cache of format bf16",
+            r"2 layers of format f32 \(token_major\) do not fit 2 layers of format bf16",
             id="format",
         ),
         pytest.param(
-            dict(layout="head_major"), 0, 2, r"a cache of format f32 \(head_major\)", id="layout"
+            dict(layout="head_major"), 0, 2, r"2 layers of format f32 \(head_major\)", id="layout"
         ),
         pytest.param({}, 0, 1, r"have shapes .*, the group takes", id="number of pages"),
-        pytest.param({}, 1, 2, r"have shapes .*, the group takes", id="number of layers"),
+        pytest.param({}, 1, 2, r"do not fit 1 layers of format f32", id="number of layers"),
         pytest.param(dict(page_size=16), 0, 2, r"\(2, 16, 4, 8\)", id="page size"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxkv.attention import AttentionBackend, StepInputs
-from jaxkv.cache import CacheSpec, KVCache, LayerSpec, get_format, init_cache
+from jaxkv.cache import CacheSpec, KVCache, LayerSpec, choose_formats, init_cache
 from models.config import AttentionConfig, LayerConfig, LinearScaling, ModelConfig, RopeConfig
 from models.decoder import Decoder
 from models.layers import project
@@ -65,19 +65,16 @@ def decoder_of(config: ModelConfig) -> Decoder:
 
 def empty_cache(config: ModelConfig) -> KVCache:
     attention = config.attention
+    layers = tuple(
+        LayerSpec(kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, window=layer.window)
+        for layer in config.layers
+    )
     return init_cache(
         CacheSpec(
-            layers=tuple(
-                LayerSpec(
-                    kv_heads=attention.num_kv_heads,
-                    head_dim=attention.head_dim,
-                    window=layer.window,
-                )
-                for layer in config.layers
-            ),
+            layers=layers,
             page_size=P,
-            num_pages=(20,) * len({layer.window for layer in config.layers}),
-            format=get_format("f32"),
+            num_pages=(20,) * len({layer.window for layer in layers}),
+            formats=choose_formats("f32", layers),
         )
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxkv.attention import AttentionBackend, StepInputs
-from jaxkv.cache import CacheSpec, get_format, group_layers, init_cache
+from jaxkv.cache import CacheSpec, choose_formats, group_pages, init_cache, layer_pages
 from jaxkv.engine import Completion, Engine, EngineConfig, Request
 from models.decode_model import FlaxDecodeModel
 from models.loading import load_model
@@ -38,13 +38,14 @@ def paged_logits(
     per_row = -(-max(lengths) // page_size)
     num_pages = len(ids) * per_row
     shuffled = 1 + np.random.default_rng(0).permutation(num_pages).astype(np.int32)
-    num_groups = len(group_layers(model.layers))
+    formats = choose_formats("f32", model.layers)
+    num_groups = len(group_pages(layer_pages(model.layers, formats)))
     tables = (jnp.asarray(shuffled.reshape(len(ids), per_row)),) * num_groups
     spec = CacheSpec(
         layers=model.layers,
         page_size=page_size,
         num_pages=(num_pages + 1,) * num_groups,
-        format=get_format("f32"),
+        formats=formats,
     )
 
     @jax.jit

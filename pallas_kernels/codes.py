@@ -1,0 +1,90 @@
+"""Values as codes of few bits: how a group of values becomes codes, and how codes become values.
+
+    symmetric    code = x / s,        s = max |x| / largest code       int8, fp8
+    affine       code = (x - m) / s,  m = min x, s = (max x - min x) / largest code, in float16
+
+Codes are made with the parameters as they are stored, so that decoding undoes what encoding did.
+Whatever comes in, what comes out is finite: NaN counts as 0, and what lies beyond LIMIT as LIMIT.
+Not here: which values are a group (`quantised_pages`).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+LIMIT = 65504.0  # the largest float16, the type of affine parameters
+
+
+class Affine(NamedTuple):
+    """Parameters of a group of affine codes, float16; the group's axis has size 1."""
+
+    scale: jax.Array
+    minimum: jax.Array
+
+
+def largest_code(dtype: DTypeLike) -> float:
+    """The largest code of a symmetric type: int8 or one of float8."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return float(jnp.iinfo(dtype).max)
+    return float(jnp.finfo(dtype).max)
+
+
+def symmetric_scale(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Scale `[..., 1]` float32 of groups along the last axis of `x`; 1 where all is zero."""
+    largest = jnp.max(jnp.abs(finite(x)), axis=-1, keepdims=True)
+    return jnp.where(largest > 0.0, largest / largest_code(dtype), 1.0)
+
+
+def encode_symmetric(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Codes of `x` for given scales; what the scale does not reach is clipped."""
+    most = largest_code(dtype)
+    # A cast to float8 makes NaN of what is too large, not the largest number.
+    ratio = jnp.clip(finite(x) / scale, -most, most)
+    if jnp.issubdtype(dtype, jnp.integer):
+        ratio = jnp.round(ratio)
+    return ratio.astype(dtype)
+
+
+def encode_affine(x: jax.Array, bits: int, axis: int) -> tuple[jax.Array, Affine]:
+    """Codes (uint8, not packed) and parameters of groups along `axis` of `x`."""
+    x = finite(x)
+    most = (1 << bits) - 1
+    low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
+    # Half of the range at a time: from -LIMIT to LIMIT it is more than a float16 holds.
+    step = jnp.minimum((high / most - low / most), LIMIT)
+    stored = Affine(step.astype(jnp.float16), low.astype(jnp.float16))
+    scale, minimum = (part.astype(jnp.float32) for part in stored)
+    code = jnp.round((x - minimum) / jnp.where(scale > 0.0, scale, 1.0))
+    return jnp.clip(code, 0, most).astype(jnp.uint8), stored
+
+
+def decode_affine(codes: jax.Array, parameters: Affine) -> jax.Array:
+    """Values, float32, of affine codes."""
+    scale, minimum = (part.astype(jnp.float32) for part in parameters)
+    return codes.astype(jnp.float32) * scale + minimum
+
+
+def pack_bits(codes: jax.Array, bits: int) -> jax.Array:
+    """Packs codes `[..., D]` uint8 below 2^bits into bytes `[..., D * bits / 8]`.
+
+    Byte j holds, lowest bits first, the codes of channels j, j + D * bits / 8, and so on: unpacking
+    needs shifts and a concatenation, no interleaving.
+    """
+    parts = jnp.split(codes, 8 // bits, axis=-1)
+    packed = parts[0]
+    for i, part in enumerate(parts[1:], 1):
+        packed |= part << (bits * i)
+    return packed
+
+
+def unpack_bits(packed: jax.Array, bits: int) -> jax.Array:
+    """Undoes `pack_bits`."""
+    mask = jnp.uint8((1 << bits) - 1)
+    return jnp.concatenate([(packed >> (bits * i)) & mask for i in range(8 // bits)], axis=-1)
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """`x` in float32, NaN as 0, clipped to what all formats can hold."""
+    return jnp.clip(jnp.nan_to_num(x.astype(jnp.float32), nan=0.0), -LIMIT, LIMIT)

@@ -1,0 +1,210 @@
+"""Pages of codes: K and V of one layer in few bits, with the parameters that turn them back.
+
+    SymmetricPages   int8 or fp8; a scale a token and head in the page, or a fixed one a head
+    AffinePages      4 bits or 2; scale and minimum a token and head in the page
+    ChannelPages     K a channel over a page, V a token: written whole, when a page is full
+
+Parameters lie beside the codes with the page as their leading axis too, so that they follow every
+copy of a page. Layouts, and K and V by turns on one axis, are as in `pages.Pages`; so are the
+properties and methods. Not here: the codes themselves (`codes`), nor which pages are full.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import codes
+from pallas_kernels.pages import Interleaved, Layout, Pages, Rows, gather_runs, interleave
+
+CHANNEL_GROUP = 32  # channels of V that share parameters in ChannelPages, or a divisor of D
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SymmetricPages(Interleaved):
+    """Pages of int8 or float8 codes: `x = code * scale`.
+
+    Attributes:
+      kv: codes, shaped as in `Pages`.
+      scales: float32, `[N, P, 2K]` or `[N, 2K, P]` by layout; `[2K]` where they are fixed, measured
+        beforehand.
+      layout: static.
+    """
+
+    kv: jax.Array
+    scales: jax.Array
+    layout: Layout = dataclasses.field(default="token_major", metadata=dict(static=True))
+
+    @property
+    def is_static(self) -> bool:
+        """Scales are fixed, and no part of the pages."""
+        return self.scales.ndim == 1
+
+    @property
+    def paged(self) -> dict[str, jax.Array]:
+        """See `Pages.paged`."""
+        return {"kv": self.kv} if self.is_static else {"kv": self.kv, "scales": self.scales}
+
+    def read(
+        self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int = 1
+    ) -> jax.Array:
+        """See `Pages.read`; float32."""
+        K, D = self.num_kv_heads, self.head_dim
+        heads = 2 * jnp.arange(K) + kv_index
+        at = page_ids, offsets, heads, run
+        code = gather_runs(self.kv, self.layout, *at)
+        code = code.reshape(*code.shape[:-1], run, D).astype(jnp.float32)
+        if self.is_static:
+            scale = self.scales[heads].reshape(K, 1, 1)
+        else:
+            scale = gather_runs(self.scales, self.layout, *at)
+        return (code * scale[..., None]).reshape(*code.shape[:-2], run * D)
+
+    def encode(self, k: jax.Array, v: jax.Array) -> Rows:
+        """See `Pages.encode`."""
+        x, dtype = interleave(k, v), self.kv.dtype
+        if self.is_static:
+            return {"kv": codes.encode_symmetric(x, self.scales[None, :, None], dtype)}
+        scale = codes.symmetric_scale(x, dtype)
+        return {"kv": codes.encode_symmetric(x, scale, dtype), "scales": scale[..., 0]}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class AffinePages(Interleaved):
+    """Pages of packed codes: `x = code * scale + minimum`, for each token and head.
+
+    Attributes:
+      kv: uint8, shaped as in `Pages` but for the last axis of `D * bits / 8` (`codes.pack_bits`).
+      parameters: float16 `[N, P, 2K, 2]` or `[N, 2K, P, 2]` by layout: scale, minimum.
+      bits: of a code; static.
+      layout: static.
+    """
+
+    kv: jax.Array
+    parameters: jax.Array
+    bits: int = dataclasses.field(default=4, metadata=dict(static=True))
+    layout: Layout = dataclasses.field(default="token_major", metadata=dict(static=True))
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.kv.shape[3] * 8 // self.bits
+
+    @property
+    def paged(self) -> dict[str, jax.Array]:
+        """See `Pages.paged`."""
+        return {"kv": self.kv, "parameters": self.parameters}
+
+    def read(
+        self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int = 1
+    ) -> jax.Array:
+        """See `Pages.read`; float32."""
+        at = page_ids, offsets, 2 * jnp.arange(self.num_kv_heads) + kv_index, run
+        packed = gather_runs(self.kv, self.layout, *at)
+        code = codes.unpack_bits(packed.reshape(*packed.shape[:-1], run, -1), self.bits)
+        stored = gather_runs(self.parameters, self.layout, *at)
+        scale, minimum = jnp.split(stored.reshape(*stored.shape[:-1], run, 2), 2, axis=-1)
+        x = codes.decode_affine(code, codes.Affine(scale, minimum))
+        return x.reshape(*x.shape[:-2], -1)
+
+    def encode(self, k: jax.Array, v: jax.Array) -> Rows:
+        """See `Pages.encode`."""
+        code, parameters = codes.encode_affine(interleave(k, v), self.bits, axis=-1)
+        stored = jnp.concatenate(parameters, axis=-1)
+        return {"kv": codes.pack_bits(code, self.bits), "parameters": stored}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ChannelPages:
+    """Pages of packed codes in which a channel of K has its parameters over all tokens of a page,
+    and V for each token and CHANNEL_GROUP channels (KIVI, arXiv 2402.02750).
+
+    A page is written whole (`page_write.seal_pages`): its parameters are known when it is full.
+
+    Attributes:
+      k, v: uint8 codes, `[N, P, K, D * bits / 8]` or `[N, K, P, ...]` by layout.
+      k_parameters: float16 `[N, K, 2, D]`: scale, minimum.
+      v_parameters: float16 `[N, P, K, 2 * groups]` or `[N, K, P, 2 * groups]`: all scales, then all
+        minima.
+      k_bits, v_bits: of a code; static.
+      layout: static.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_parameters: jax.Array
+    v_parameters: jax.Array
+    k_bits: int = dataclasses.field(default=4, metadata=dict(static=True))
+    v_bits: int = dataclasses.field(default=4, metadata=dict(static=True))
+    layout: Layout = dataclasses.field(default="token_major", metadata=dict(static=True))
+
+    @property
+    def num_pages(self) -> int:
+        """N, the null page included."""
+        return self.k.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """P, tokens a page."""
+        return self.k.shape[1 if self.layout == "token_major" else 2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.k_parameters.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.k_parameters.shape[3]
+
+    @property
+    def paged(self) -> dict[str, jax.Array]:
+        """See `Pages.paged`."""
+        names = ("k", "v", "k_parameters", "v_parameters")
+        return {name: getattr(self, name) for name in names}
+
+    def read(
+        self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int = 1
+    ) -> jax.Array:
+        """See `Pages.read`; float32."""
+        D, heads = self.head_dim, jnp.arange(self.num_kv_heads)
+        at = page_ids, offsets, heads, run
+        packed = gather_runs(self.v if kv_index else self.k, self.layout, *at)
+        packed = packed.reshape(*packed.shape[:-1], run, -1)
+        code = codes.unpack_bits(packed, self.v_bits if kv_index else self.k_bits)
+        if kv_index:
+            stored = gather_runs(self.v_parameters, self.layout, *at)
+            stored = stored.reshape(*stored.shape[:-1], run, 2, -1, 1)
+            code = code.reshape(*code.shape[:-1], stored.shape[-2], -1)  # by group of channels
+            parameters = codes.Affine(stored[..., 0, :, :], stored[..., 1, :, :])
+        else:
+            stored = self.k_parameters.at[page_ids[..., None, :], heads[:, None]].get(mode="clip")
+            parameters = codes.Affine(stored[..., 0:1, :], stored[..., 1:2, :])
+        x = codes.decode_affine(code, parameters)
+        return x.reshape(*packed.shape[:-2], run * D)
+
+    def encode_page(self, k: jax.Array, v: jax.Array) -> Rows:
+        """What the `[P, K, D]` K and V of a full page are stored as: for each of `paged`, a page
+        without the leading axis."""
+        P, K, D = k.shape
+        k_code, k_stored = codes.encode_affine(k, self.k_bits, axis=0)  # parameters [1, K, D]
+        groups = v.reshape(P, K, -1, math.gcd(D, CHANNEL_GROUP))
+        v_code, v_stored = codes.encode_affine(groups, self.v_bits, axis=-1)
+        page = {
+            "k": codes.pack_bits(k_code, self.k_bits),
+            "v": codes.pack_bits(v_code.reshape(P, K, D), self.v_bits),
+            "v_parameters": jnp.concatenate([part[..., 0] for part in v_stored], axis=-1),
+        }
+        if self.layout == "head_major":
+            page = {name: array.swapaxes(0, 1) for name, array in page.items()}
+        return page | {"k_parameters": jnp.stack([part[0] for part in k_stored], axis=1)}
+
+
+TokenPages = Pages | SymmetricPages | AffinePages  # written a token at a time
+AnyPages = TokenPages | ChannelPages
