@@ -184,7 +184,7 @@ def _attend(
     def attend_part(
         index: int, part: Literal["first", "middle", "recent"], sinks: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        keys = KeyPart(part=part, page_size=P, recent=kept.recent, first=kept.sink_pages * P)
+        keys = KeyPart(part=part, page_size=P, recent=kept.recent + 1, first=kept.sink_pages * P)
         result = attend(index, wide, sinks, keys=keys, return_lse=True)
         assert isinstance(result, tuple)
         return result

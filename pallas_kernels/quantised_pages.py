@@ -58,7 +58,7 @@ class SymmetricPages(Interleaved):
         code = gather_runs(self.kv, self.layout, *at)
         code = code.reshape(*code.shape[:-1], run, D).astype(jnp.float32)
         if self.is_static:
-            scale = self.scales[heads].reshape(K, 1, 1)
+            scale = self.scales[heads].reshape(*(1,) * (code.ndim - 4), K, 1, 1)
         else:
             scale = gather_runs(self.scales, self.layout, *at)
         return (code * scale[..., None]).reshape(*code.shape[:-2], run * D)
@@ -132,6 +132,9 @@ class ChannelPages:
       v_parameters: float16 `[N, P, K, 2 * groups]` or `[N, K, P, 2 * groups]`: all scales, then all
         minima.
       k_bits, v_bits: of a code; static.
+      narrow_k: K's codes may leave out the extremes of a channel (`codes.encode_affine`). Of use
+        with few bits, and where the first tokens, which have extreme keys that matter, are kept
+        elsewhere; static.
       layout: static.
     """
 
@@ -141,6 +144,7 @@ class ChannelPages:
     v_parameters: jax.Array
     k_bits: int = dataclasses.field(default=4, metadata=dict(static=True))
     v_bits: int = dataclasses.field(default=4, metadata=dict(static=True))
+    narrow_k: bool = dataclasses.field(default=False, metadata=dict(static=True))
     layout: Layout = dataclasses.field(default="token_major", metadata=dict(static=True))
 
     @property
@@ -193,7 +197,7 @@ class ChannelPages:
         """What the `[P, K, D]` K and V of a full page are stored as: for each of `paged`, a page
         without the leading axis."""
         P, K, D = k.shape
-        k_code, k_stored = codes.encode_affine(k, self.k_bits, axis=0)  # parameters [1, K, D]
+        k_code, k_stored = codes.encode_affine(k, self.k_bits, axis=0, narrow=self.narrow_k)
         groups = v.reshape(P, K, -1, math.gcd(D, CHANNEL_GROUP))
         v_code, v_stored = codes.encode_affine(groups, self.v_bits, axis=-1)
         page = {

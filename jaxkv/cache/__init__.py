@@ -4,6 +4,7 @@ from jaxkv.cache.choice import KVRanges as KVRanges
 from jaxkv.cache.choice import check_choice as check_choice
 from jaxkv.cache.choice import choose_formats as choose_formats
 from jaxkv.cache.choice import format_id as format_id
+from jaxkv.cache.choice import preferred_page_size as preferred_page_size
 from jaxkv.cache.formats import FORMATS as FORMATS
 from jaxkv.cache.formats import STATIC as STATIC
 from jaxkv.cache.formats import KVFormat as KVFormat

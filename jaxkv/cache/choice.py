@@ -58,6 +58,12 @@ class KVRanges:
         return cls(largest)
 
 
+def preferred_page_size(text: str) -> int:
+    """Tokens a page that suit a choice of formats: 32 where K's parameters are a page's."""
+    names = [name for name, _ in _parts(text)]
+    return 32 if any(name.startswith("kivi") for name in names) else 16
+
+
 def check_choice(text: str) -> None:
     """Raises ValueError where a text names no format, or no way of choosing layers."""
     for name, where in _parts(text):

@@ -5,8 +5,8 @@
     int8_static, fp8_e4m3_static, ..   codes, and a scale for each head, measured beforehand
     int4                               codes with a minimum too, after a Hadamard rotation
     kivi4, kivi2, kivi_k4v2, ..        K by channel over a page, V by token (arXiv 2402.02750); the
-                                       page that is being filled is bfloat16. `kivi2_r96_s1` keeps
-                                       96 recent tokens and one page at the beginning bfloat16 too
+                                       page that is being filled is bfloat16. `kivi2_r32_s1` keeps
+                                       so 32 earlier tokens, and one page at the beginning
 
 A page's bytes are a function of the model, the format and the token prefix alone, so the format's
 name is part of whatever identifies a page: the prefix index, an exported file. Not here: arithmetic
@@ -30,11 +30,11 @@ class Exact:
     """What a layer keeps in bfloat16 beside its pages of codes, in pages of a pool of its own.
 
     Attributes:
-      recent: tokens, the one that is computed included, at least; rounded up to whole pages.
+      recent: tokens before the one that is computed, at least; rounded up to whole pages.
       sink_pages: pages at the beginning of a sequence.
     """
 
-    recent: int = 1
+    recent: int = 0
     sink_pages: int = 0
 
 
@@ -198,7 +198,7 @@ class KiviFormat:
         """See KVFormat."""
         same = self.k_bits == self.v_bits
         name = f"kivi{self.k_bits}" if same else f"kivi_k{self.k_bits}v{self.v_bits}"
-        if self.exact.recent > 1:
+        if self.exact.recent:
             name += f"_r{self.exact.recent}"
         return name + (f"_s{self.exact.sink_pages}" if self.exact.sink_pages else "")
 
@@ -215,6 +215,7 @@ class KiviFormat:
             v_parameters=jnp.zeros((*shape, 2 * groups), jnp.float16),
             k_bits=self.k_bits,
             v_bits=self.v_bits,
+            narrow_k=self.k_bits == 2 and self.exact.sink_pages > 0,
             layout=layout,
         )
 
@@ -256,7 +257,7 @@ def get_format(name: str) -> KVFormat:
         return FORMATS[name]
     if (match := _KIVI.fullmatch(name)) is not None:
         both, k_bits, v_bits, recent, sinks = (int(x) if x else 0 for x in match.groups())
-        return KiviFormat(both or k_bits, both or v_bits, Exact(max(1, recent), sinks))
+        return KiviFormat(both or k_bits, both or v_bits, Exact(recent, sinks))
     if name in STATIC:
         raise ValueError(f"format {name} needs scales that `calibrate` measured")
     raise ValueError(

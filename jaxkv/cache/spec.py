@@ -83,7 +83,7 @@ def layer_pages(layers: tuple[LayerSpec, ...], formats: tuple[KVFormat, ...]) ->
         dims = index, layer.kv_heads, layer.head_dim
         pages.append(LayerPages(*dims, kv_format, layer.window))
         if (kept := kv_format.exact) is not None:
-            exact.append(LayerPages(*dims, EXACT, kept.recent, kept.sink_pages))
+            exact.append(LayerPages(*dims, EXACT, kept.recent + 1, kept.sink_pages))
     return pages + exact
 
 

@@ -152,7 +152,7 @@ class _CheckedFunctions:
             self._engine.spec,
         )
         result, new_cache = self._functions.run(cache, buffer, seen, layout)
-        assert all(pages.kv.is_deleted() for pages in cache.layers)
+        assert all(x.is_deleted() for pages in cache.layers for x in pages.paged.values())
         return result, new_cache
 
     def copy(self, cache, copies, most):
