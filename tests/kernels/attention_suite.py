@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import Pages, merge_partials, ragged_paged_attention
+from pallas_kernels import KeyPart, Pages, merge_partials, ragged_paged_attention
 from pallas_kernels.pages import LAYOUTS
 from tests.kernels.batches import Batch, Placed, lengths, naive_attention, place, random_batch
 
@@ -43,7 +43,7 @@ SINKS = np.array([0.5, -1.0, 3.0, -np.inf], np.float32)
 
 attend = jax.jit(
     ragged_paged_attention,
-    static_argnames=("scale", "window", "soft_cap", "query_tile", "return_lse", "backend"),
+    static_argnames=("scale", "window", "soft_cap", "query_tile", "keys", "return_lse", "backend"),
 )
 
 
@@ -252,6 +252,43 @@ class AttentionSuite:
             np.testing.assert_array_equal(got, want)
 
     # Merging.
+
+    @pytest.mark.parametrize(("recent", "first"), [(1, 0), (1, 32), (40, 16), (400, 16)])
+    @pytest.mark.parametrize("window", [None, 50])
+    def test_the_parts_of_the_keys_merge_into_the_whole(self, recent, first, window):
+        batch = random_batch(LENGTHS, MIXED, T=40)
+        placed = place(batch, window=window)
+        want_out, want_lse = self.attend(batch, placed, window=window)
+        whole = None
+        for part in ("first", "middle", "recent"):
+            keys = KeyPart(part=part, page_size=16, recent=recent, first=first)
+            got = self.attend(batch, placed, window=window, keys=keys)
+            got = tuple(map(jnp.asarray, got))
+            whole = got if whole is None else merge_partials(*whole, *got)
+        assert_close(np.asarray(whole[0]), want_out, self.tolerance["float32"])
+        assert_close(np.asarray(whole[1]), want_lse, self.lse_tolerance)
+
+    def test_parts_of_the_keys_are_cut_between_pages_by_the_querys_position(self):
+        """Each part against a sum over its own keys alone."""
+        batch = random_batch([75], [30], T=30)
+        placed = place(batch)
+        for part, low, high in [
+            ("first", lambda p: 0, lambda p: 16),
+            ("middle", lambda p: 16, lambda p: max(16, (p - 19) // 16 * 16)),
+            ("recent", lambda p: max(16, (p - 19) // 16 * 16), lambda p: p + 1),
+        ]:
+            keys = KeyPart(part=part, page_size=16, recent=20, first=16)
+            out, _ = self.attend(batch, placed, keys=keys)
+            for i, p in enumerate(range(45, 75)):
+                here = slice(low(p), high(p))
+                alone = Batch(
+                    q=batch.q[i : i + 1],
+                    keys=[batch.keys[0][here]],
+                    values=[batch.values[0][here]],
+                    q_lens=[1],
+                )
+                want, _ = naive_attention(alone, scale=0.25)
+                assert_close(out[i], want[0], self.tolerance["float32"])
 
     @pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sink", "sinks"])
     def test_two_disjoint_parts_merge_into_the_whole_at_any_cut(self, sinks):

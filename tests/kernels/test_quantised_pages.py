@@ -1,0 +1,282 @@
+"""Pages of codes against codes made in numpy, float64; attention over them against naive attention
+over what they decode to."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    AffinePages,
+    AnyPages,
+    ChannelPages,
+    Layout,
+    Pages,
+    SymmetricPages,
+    copy_pages,
+    ragged_paged_attention,
+    seal_pages,
+    write_pages,
+)
+from pallas_kernels.pages import LAYOUTS
+from tests.kernels.batches import naive_attention, place, random_batch
+
+N, P, K, D = 9, 8, 2, 32
+BACKENDS = ("reference", "xla")
+CODES = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+KINDS = (*CODES, "static", "int4", "kivi4", "kivi2", "narrow")
+SCALES = (0.03, 0.02, 0.01, 0.05)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def empty(kind: str, layout: Layout, num_pages: int = N) -> AnyPages:
+    """Pages whose every parameter is NaN and every code something."""
+
+    def shape(heads: int, *rest: int) -> tuple[int, ...]:
+        return (num_pages, *((P, heads) if layout == "token_major" else (heads, P)), *rest)
+
+    nan = float("nan")
+    if kind in CODES:
+        kv, scales = jnp.ones(shape(2 * K, D), CODES[kind]), jnp.full(shape(2 * K), nan)
+        return SymmetricPages(kv=kv, scales=scales, layout=layout)
+    if kind == "static":
+        return SymmetricPages(
+            kv=jnp.ones(shape(2 * K, D), jnp.int8), scales=jnp.array(SCALES), layout=layout
+        )
+    if kind == "int4":
+        codes = jnp.full(shape(2 * K, D // 2), 0x5A, jnp.uint8)
+        parameters = jnp.full(shape(2 * K, 2), nan, jnp.float16)
+        return AffinePages(kv=codes, parameters=parameters, layout=layout)
+    bits = 4 if kind == "kivi4" else 2
+    codes = jnp.full(shape(K, D * bits // 8), 0x5A, jnp.uint8)
+    return ChannelPages(
+        k=codes,
+        v=codes,
+        k_parameters=jnp.full((num_pages, K, 2, D), nan, jnp.float16),
+        v_parameters=jnp.full(shape(K, 2), nan, jnp.float16),
+        k_bits=bits,
+        v_bits=bits,
+        narrow_k=kind == "narrow",
+        layout=layout,
+    )
+
+
+def by_tokens(x: np.ndarray, layout: Layout) -> np.ndarray:
+    """An array of pages with the tokens before the heads."""
+    return x if layout == "token_major" else x.swapaxes(1, 2)
+
+
+def filled(
+    kind: str, layout: Layout, kv: np.ndarray, pages: list[int], backend: str = "xla"
+) -> AnyPages:
+    """Writes `[n, P, K, 2, D]` into pages, whole ones."""
+    target = empty(kind, layout, N)
+    k, v = jnp.asarray(kv[..., 0, :]), jnp.asarray(kv[..., 1, :])
+    ids = jnp.array(pages, jnp.int32)
+    if isinstance(target, ChannelPages):
+        whole = kv.reshape(len(pages), P, 2 * K, D)
+        exact = Pages(kv=jnp.asarray(by_tokens(whole, layout)), layout=layout)
+        source = jnp.arange(len(pages), dtype=jnp.int32)
+        return seal_pages(target, exact, source, ids, jnp.int32(len(pages)), backend=backend)
+    slots = (ids[:, None] * P + jnp.arange(P, dtype=jnp.int32)[None]).reshape(-1)
+    return write_pages(target, k.reshape(-1, K, D), v.reshape(-1, K, D), slots, backend=backend)
+
+
+def decoded(pages: AnyPages) -> np.ndarray:
+    """All pages as `[N, P, K, 2, D]`."""
+    page = jnp.repeat(jnp.arange(pages.num_pages), P)[None]
+    offset = jnp.tile(jnp.arange(P), pages.num_pages)[None]
+    both = [np.asarray(pages.read(i, page, offset))[0] for i in (0, 1)]  # [K, N * P, D]
+    return np.stack(both, axis=2).swapaxes(0, 1).reshape(-1, P, K, 2, D)
+
+
+def oracle(kind: str, kv: np.ndarray) -> np.ndarray:
+    """What `[n, P, K, 2, D]` float64 should decode to."""
+    if kind in CODES or kind == "static":
+        dtype = np.dtype(CODES.get(kind, jnp.int8))
+        most = 127.0 if dtype == np.int8 else float(ml_dtypes.finfo(dtype).max)
+        scale = np.abs(kv).max(-1, keepdims=True) / most
+        if kind == "static":
+            scale = np.array(SCALES, np.float32).astype(np.float64).reshape(K, 2, 1)
+        ratio = np.clip(kv / scale, -most, most)
+        code = np.round(ratio) if dtype == np.int8 else ratio.astype(dtype).astype(np.float64)
+        return code * scale
+    if kind == "int4":
+        return affine(kv, 4, axes=(-1,))
+    bits = 4 if kind == "kivi4" else 2
+    k, v = kv[..., 0, :], kv[..., 1, :]
+    return np.stack([affine(k, bits, axes=(1,)), affine(v, bits, axes=(-1,))], axis=-2)
+
+
+def affine(x: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
+    low, high, most = x.min(axes, keepdims=True), x.max(axes, keepdims=True), 2**bits - 1
+    scale = ((high - low) / most).astype(np.float16).astype(np.float64)
+    low = low.astype(np.float16).astype(np.float64)
+    return np.clip(np.round((x - low) / scale), 0, most) * scale + low
+
+
+def step_of(kind: str, kv: np.ndarray) -> np.ndarray:
+    """The most that a value may be off where it is not clipped: the distance of codes."""
+    size = np.abs(kv).max(-1, keepdims=True)
+    if kind == "int4":
+        return np.ptp(kv, axis=-1, keepdims=True) / 15
+    return size * {"fp8_e4m3": 2.0**-3, "fp8_e5m2": 2.0**-2}.get(kind, 1 / 100)
+
+
+@every_backend
+@every_layout
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "narrow"])
+def test_what_is_written_decodes_to_the_nearest_code(kind, layout, backend):
+    kv = np.random.default_rng(0).standard_normal((3, P, K, 2, D)).astype(np.float32)
+    got = decoded(filled(kind, layout, kv, [7, 2, 5], backend))[[7, 2, 5]]
+    want = oracle(kind, kv.astype(np.float64))
+    # A value halfway between two codes may go either way.
+    off = np.abs(got - want) > 1e-3 * np.abs(kv).max()
+    assert off.mean() < 1e-3
+    if kind in (*CODES, "int4"):
+        assert (np.abs(got - kv) <= step_of(kind, kv)).all()
+
+
+@every_layout
+@pytest.mark.parametrize("kind", KINDS)
+def test_backends_write_the_same_codes_and_nothing_else(kind, layout):
+    kv = np.random.default_rng(1).standard_normal((2, P, K, 2, D)).astype(np.float32)
+    before = jax.device_get(empty(kind, layout).paged)
+    written = [jax.device_get(filled(kind, layout, kv, [3, 8], b).paged) for b in BACKENDS]
+    others = [page for page in range(N) if page not in (3, 8)]
+    for name, array in before.items():
+        np.testing.assert_array_equal(written[0][name], written[1][name])
+        np.testing.assert_array_equal(written[0][name][others], array[others])
+
+
+@every_layout
+def test_narrowed_keys_lose_less_and_values_the_same(layout):
+    kv = np.random.default_rng(2).standard_normal((4, P, K, 2, D)).astype(np.float32)
+    errors = [
+        ((decoded(filled(kind, layout, kv, [1, 2, 3, 4]))[1:5] - kv) ** 2).mean((0, 1, 2, 4))
+        for kind in ("kivi2", "narrow")
+    ]
+    assert errors[1][0] < 0.9 * errors[0][0]
+    assert errors[1][1] == errors[0][1]
+
+
+@every_backend
+@every_layout
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copied_page_decodes_as_its_source(kind, layout, backend):
+    kv = np.random.default_rng(3).standard_normal((2, P, K, 2, D)).astype(np.float32)
+    pages = filled(kind, layout, kv, [3, 8])
+    ids = (jnp.array(x, jnp.int32) for x in ([3, 8], [8, 1]))
+    after = decoded(copy_pages(pages, *ids, backend=backend))
+    np.testing.assert_array_equal(after[[8, 1]], decoded(pages)[[3, 8]])
+
+
+HARD = {
+    "zeros": lambda kv: 0.0 * kv,
+    "a constant channel of K": lambda kv: np.where(np.arange(D) == 5, 3.25, kv),
+    "all equal": lambda kv: np.full_like(kv, -7.0),
+    "outliers": lambda kv: np.where(np.arange(D) == 9, 1e4 * np.sign(kv), kv),
+    "tiny": lambda kv: 1e-30 * kv,
+    "huge": lambda kv: 1e38 * kv,
+    "infinite": lambda kv: np.where(np.arange(D) == 3, np.inf, kv),
+    "NaN": lambda kv: np.where(np.arange(D) == 3, np.nan, kv),
+}
+
+
+@pytest.mark.parametrize("case", HARD)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_is_written_what_is_read_is_finite_and_near(kind, case):
+    normal = np.random.default_rng(4).standard_normal((1, P, K, 2, D))
+    with np.errstate(all="ignore"):
+        kv = HARD[case](normal).astype(np.float32)
+    got = decoded(filled(kind, "head_major", kv, [4]))[4:5]
+    assert np.isfinite(got).all()
+    if kind == "static":
+        return  # its scales are of other values
+    want = np.clip(np.nan_to_num(kv, nan=0.0, posinf=65504, neginf=-65504), -65504, 65504)
+    # No value is further off than a part of its group's range, the coarsest being 2 bits.
+    reach = max(np.ptp(want), np.abs(want).max())
+    assert np.abs(got - want).max() <= reach * (1 / 4 if "kivi" not in kind else 1 / 3) + 1e-6
+    if case == "a constant channel of K" and "kivi" in kind:
+        np.testing.assert_array_equal(got[..., 0, 5], 3.25)
+    if case in ("zeros", "all equal"):
+        np.testing.assert_allclose(got, want, rtol=1e-3)
+
+
+@every_backend
+@every_layout
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_over_codes_is_attention_over_what_they_decode_to(kind, layout, backend):
+    batch = random_batch([21, 8, 37], [3, 1, 20], T=28, heads=(4, K), D=D)
+    placed = place(batch, P=P, M=5, layout=layout)
+    num_pages = placed.pages.num_pages
+    whole = np.nan_to_num(np.asarray(placed.pages.kv))
+    exact = dataclasses.replace(placed.pages, kv=jnp.asarray(whole))
+    pages, ids = empty(kind, layout, num_pages), jnp.arange(num_pages, dtype=jnp.int32)
+    used = np.unique(
+        np.concatenate(
+            [row[: -(-n // P)] for row, n in zip(placed.page_table, placed.kv_lens, strict=True)]
+        )
+    )
+    ids = jnp.asarray(used, jnp.int32)
+    if isinstance(pages, ChannelPages):
+        pages = seal_pages(pages, exact, ids, ids, jnp.int32(len(used)))
+    else:
+        rows = by_tokens(whole, layout)[used].reshape(-1, K, 2, D)
+        slots = (ids[:, None] * P + jnp.arange(P, dtype=jnp.int32)[None]).reshape(-1)
+        pages = write_pages(pages, jnp.asarray(rows[:, :, 0]), jnp.asarray(rows[:, :, 1]), slots)
+    values = decoded(pages)
+    flat = [
+        np.concatenate([values[page] for page in row[: -(-n // P)]])[:n]
+        for row, n in zip(np.asarray(placed.page_table), placed.kv_lens.tolist(), strict=True)
+    ]
+    stored = dataclasses.replace(
+        batch, keys=[kv[:, :, 0] for kv in flat], values=[kv[:, :, 1] for kv in flat]
+    )
+    scale = 1 / math.sqrt(D)
+    want, want_lse = naive_attention(stored, scale=scale, window=13)
+    got, lse = ragged_paged_attention(
+        jnp.asarray(batch.q),
+        pages,
+        placed.page_table,
+        placed.kv_lens,
+        placed.query_starts,
+        scale=scale,
+        window=13,
+        return_lse=True,
+        backend=backend,
+    )
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-5)
+
+
+@every_backend
+def test_only_the_first_count_pages_are_sealed_and_none_outside_the_pool(backend):
+    kv = np.random.default_rng(5).standard_normal((3, P, 2 * K, D)).astype(np.float32)
+    exact, pages = Pages(kv=jnp.asarray(kv)), empty("kivi2", "token_major")
+    source, target = jnp.array([0, 1, 2], jnp.int32), jnp.array([2, -1, 4], jnp.int32)
+    sealed = seal_pages(pages, exact, source, target, jnp.int32(2), backend=backend)
+    finite = np.isfinite(decoded(sealed)).all(axis=(1, 2, 3, 4))
+    assert finite.tolist() == [page == 2 for page in range(N)]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (dict(kv=jnp.zeros((N, P, 2 * K, D), jnp.int16)), "pages.kv must be int8"),
+    (dict(scales=jnp.zeros((N, P, K))), r"pages.scales must be float32 \(9, 8, 4\)"),
+    (dict(scales=jnp.zeros(3)), r"pages.scales must be float32 \(4,\)"),
+])  # fmt: skip
+def test_pages_whose_parts_do_not_fit_are_refused(change, message):
+    pages = dataclasses.replace(empty("int8", "token_major"), **change)
+    with pytest.raises(ValueError, match=message):
+        copy_pages(pages, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+
+
+def test_pages_that_are_written_whole_take_no_tokens():
+    rows = jnp.zeros((1, K, D))
+    with pytest.raises(ValueError, match="written whole"):
+        write_pages(empty("kivi4", "head_major"), rows, rows, jnp.zeros(1, jnp.int32))
