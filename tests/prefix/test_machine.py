@@ -12,6 +12,7 @@ from jaxkv.prefix.events import replay
 from tests.prefix.world import PUBLIC, SECRET, Row, World
 
 WINDOWS = [(None,), (None, None), (5,), (1,), (None, 7), (3, None), (2, 9), (16, None, 4)]
+SINKS = st.sampled_from([None, (1, 1, 1), (0, 2, 1)])  # pages, of each group that there is
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 NAMESPACES = st.sampled_from([PUBLIC, SECRET])
 PLACES = st.integers(0, 99)
@@ -25,9 +26,11 @@ class HostMachine(RuleBasedStateMachine):
         windows=st.sampled_from(WINDOWS),
         policy=st.sampled_from(sorted(POLICIES)),
         capacity=st.sampled_from([6, 14, 40]),
+        sinks=SINKS,
     )
-    def make(self, P: int, windows: tuple[int | None, ...], policy: str, capacity: int):
-        self.world = World(P, windows, policy, capacity)
+    def make(self, P: int, windows: tuple[int | None, ...], policy: str, capacity: int, sinks):
+        sink_pages = sinks and sinks[: len(windows)]
+        self.world = World(P, windows, policy, capacity, sink_pages=sink_pages)
         self.seen: list[list[int]] = [[]]
 
     def row(self, place: int) -> Row:
@@ -151,10 +154,15 @@ def soak(world: World, rng: random.Random, num_operations: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("windows", [(None,), (None, 7)], ids=["full", "mixed"])
-def test_random_operations_leak_nothing(windows, policy):
-    """Eight of them: 200,000."""
-    rng, world = random.Random(f"{windows}{policy}"), World(3, windows, policy, capacity=40)
+@pytest.mark.parametrize(
+    ("windows", "sink_pages"),
+    [((None,), None), ((None, 7), None), ((None, 7), (0, 2))],
+    ids=["full", "mixed", "sinks"],
+)
+def test_random_operations_leak_nothing(windows, sink_pages, policy):
+    """Twelve of them: 300,000."""
+    rng = random.Random(f"{windows}{policy}")
+    world = World(3, windows, policy, capacity=40, sink_pages=sink_pages)
     for _ in range(5):
         soak(world, rng, 5_000)
         for sequence in list(world.rows):

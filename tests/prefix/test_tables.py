@@ -226,6 +226,17 @@ def test_a_row_that_is_opened_anew_slides_from_its_beginning():
         tables.close(row)
 
 
+def test_sinks_stay_while_the_window_moves_on_and_come_with_a_hit():
+    world = World(4, (None, 5), sink_pages=(0, 2))
+    prompt = numbers(50)
+    world.run(prompt)
+    row = world.start([*prompt, 7])
+    held = world.tables.pages[1][row.row] != 0
+    assert np.flatnonzero(held).tolist() == [0, 1, 11, 12]
+    world.compute(row, 1)
+    world.check()
+
+
 @pytest.mark.parametrize("windows", [(5,), (None, 5), (3, None, 9)], ids=str)
 def test_a_prompt_much_longer_than_the_window_is_a_hit_when_it_is_sent_again(windows):
     world = World(4, windows)

@@ -53,8 +53,10 @@ class World:
         policy: str = "lru",
         capacity: int = 30,
         max_sequences: int = 5,
+        sink_pages: tuple[int, ...] | None = None,
     ):
         self.P, self.windows, self.now = P, windows, 0.0
+        self.sink_pages = sink_pages or (0,) * len(windows)
         self.events: list[Event] = []
         self.pools = [PagePool(capacity + 1) for _ in windows]
         self.policy = POLICIES[policy]()
@@ -62,6 +64,7 @@ class World:
             self.pools,
             P,
             windows,
+            sink_pages,
             policy=self.policy,
             events=self.events.append,
             clock=self.tick,
@@ -73,6 +76,7 @@ class World:
             max_sequences=max_sequences,
             max_pages=capacity,
             windows=windows,
+            sink_pages=sink_pages,
             index=self.index,
             pins=self.pins,
         )
@@ -207,7 +211,8 @@ class World:
         n = sequence.num_computed
         values = kv(sequence.namespace, sequence.tokens[:n])
         for g, window in enumerate(self.windows):
-            for i in range(0 if window is None else max(0, n - window + 1), n):
+            first = 0 if window is None else max(0, n - window + 1)
+            for i in (*range(min(self.sink_pages[g] * self.P, first)), *range(first, n)):
                 page = self.tables.pages[g][sequence.row, i // self.P]
                 assert page, f"group {g} lacks token {i} of {n}"
                 assert self.device[g][page][i % self.P] == values[i]
