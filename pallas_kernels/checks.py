@@ -3,6 +3,7 @@
 import math
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.pages import LAYOUTS, Pages
 from pallas_kernels.quantised_pages import (
@@ -80,7 +81,7 @@ def _check_channel_pages(pages: ChannelPages) -> None:
     _require_array("v_parameters", pages.v_parameters, (N, *middle, 2 * groups), jnp.float16)
 
 
-def _require_array(name: str, array: object, shape: tuple[int, ...], dtype: object) -> None:
+def _require_array(name: str, array: object, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     got = (getattr(array, "shape", None), getattr(array, "dtype", None))
     want = (shape, jnp.dtype(dtype))
     require(got == want, f"pages.{name} must be {want[1]} {want[0]}, got {got[1]} {got[0]}")

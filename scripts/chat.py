@@ -36,6 +36,7 @@ from scripts.serving import (
     add_sampling_arguments,
     check_config,
     kv_ranges,
+    page_size,
     sampling_params,
 )
 from scripts.tree_view import as_text, view
@@ -60,7 +61,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_sampling_arguments(parser, "turn")
     cache = parser.add_argument_group("cache")
     add = cache.add_argument
-    add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
     add("--pool-tokens", type=int, default=2048, metavar="N", help="the cache (default: 2048)")
     add("--chunk", type=int, default=64, metavar="T", help="most tokens a step (default: 64)")
     add_format_arguments(parser)
@@ -79,7 +79,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         max_sequences=1,
         token_budget=args.chunk,
-        page_size=args.page_size,
+        page_size=page_size(args),
         pool_tokens=args.pool_tokens,
         kv_format=args.kv_format,
         kv_ranges=kv_ranges(args),

@@ -25,6 +25,7 @@ from jaxkv.engine import (
     Engine,
     EngineConfig,
     Request,
+    footprint,
 )
 from models.chat import render_chat
 from models.errors import ModelError
@@ -37,6 +38,7 @@ from scripts.serving import (
     check_config,
     kv_ranges,
     make_engine,
+    page_size,
     prompt_lines,
     sampling_params,
 )
@@ -75,7 +77,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = cache.add_argument
     add("--batch", type=int, default=8, metavar="B", help="most sequences a step (default: 8)")
     add("--chunk", type=int, default=512, metavar="T", help="most tokens a step (default: 512)")
-    add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
     add(
         "--pool-tokens", type=int, metavar="N", help="tokens in the cache (default: what is needed)"
     )
@@ -147,7 +148,7 @@ def engine_config(args: argparse.Namespace, pool_tokens: int) -> EngineConfig:
     return EngineConfig(
         max_sequences=args.batch,
         token_budget=args.chunk,
-        page_size=args.page_size,
+        page_size=page_size(args),
         pool_tokens=pool_tokens if args.pool_tokens is None else args.pool_tokens,
         kv_format=args.kv_format,
         kv_ranges=kv_ranges(args),
@@ -170,7 +171,8 @@ def engine_for(
     longest = loaded.model.max_positions
     needs = sorted((min(len(r.prompt) + r.max_new_tokens, longest) for r in requests), reverse=True)
     # Whole pages each, then a power of two: runs of like size share their compiled steps.
-    needed = sum(-(-need // args.page_size) * args.page_size for need in needs[: args.batch])
+    P = page_size(args)
+    needed = sum(-(-need // P) * P for need in needs[: args.batch])
     config = engine_config(args, max(MIN_POOL_TOKENS, 1 << (needed - 1).bit_length()))
     return make_engine(loaded, config, lambda: StreamDecoder(tokenizer, continues=True))
 
@@ -214,9 +216,9 @@ def as_json(job: Job) -> str:
     return json.dumps(record)
 
 
-def totals(engine: Engine) -> dict[str, float]:
+def totals(engine: Engine) -> dict[str, float | str]:
     """Figures of a run: tokens, tokens a second, and bytes of K and V."""
-    metrics = engine.metrics
+    metrics, kept = engine.metrics, footprint(engine.spec)
 
     def rate(tokens: int, seconds: float) -> float:
         return round(tokens / seconds, 1) if seconds > 0 else 0.0
@@ -228,18 +230,27 @@ def totals(engine: Engine) -> dict[str, float]:
         "decode_tokens_per_second": rate(metrics.decode_tokens, metrics.decode_seconds),
         "kv_bytes_used": metrics.peak_kv_bytes,
         "kv_bytes_reserved": engine.spec.nbytes,
+        "kv_format": kept.formats,
+        "kv_bytes_per_token": round(kept.bytes_per_token, 1),
+        "kv_part_of_bf16": round(kept.ratio, 4),
+        "kv_tokens_per_gib": kept.tokens_that_fit,
+        "kv_tokens_per_gib_bf16": kept.bf16_tokens_that_fit,
     }
 
 
-def report(figures: dict[str, float]) -> str:
+def report(engine: Engine) -> str:
     """The figures as people read them."""
-    used, reserved = figures["kv_bytes_used"], figures["kv_bytes_reserved"]
+    figures, kept = totals(engine), footprint(engine.spec)
+    used, reserved = engine.metrics.peak_kv_bytes, engine.spec.nbytes
     return (
         f"prefill {figures['prefill_tokens']} tokens, "
         f"{figures['prefill_tokens_per_second']} tokens/s; "
         f"decode {figures['decode_tokens']} tokens, "
         f"{figures['decode_tokens_per_second']} tokens/s; "
-        f"KV cache {console.format_bytes(used)} used of {console.format_bytes(reserved)} reserved"
+        f"KV cache {console.format_bytes(used)} used of {console.format_bytes(reserved)} reserved\n"
+        f"{kept.formats}: {kept.bytes_per_token:,.0f} bytes a token at {kept.num_tokens:,} tokens, "
+        f"{kept.ratio:.3f} of bf16; {console.format_bytes(kept.memory)} holds "
+        f"{kept.tokens_that_fit:,} tokens, in bf16 {kept.bf16_tokens_that_fit:,}"
     )
 
 
@@ -268,7 +279,7 @@ def main(argv: list[str]) -> int:
         if echo:
             print()
         if engine.metrics.num_steps:
-            print(report(totals(engine)), file=sys.stderr)
+            print(report(engine), file=sys.stderr)
     failed = [job for job in jobs if job.error is not None]
     for job in failed:
         start = job.prompt if len(job.prompt) <= 40 else job.prompt[:40] + "..."

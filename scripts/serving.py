@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxkv.cache import FORMATS, STATIC, KVRanges
+from jaxkv.cache import FORMATS, STATIC, KVRanges, preferred_page_size
 from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
@@ -38,11 +38,31 @@ def add_format_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGro
         "by kivi4,window=bf16,0=int8 (default: %(default)s)",
     )
     parser.add_argument(
+        "--page-size",
+        type=int,
+        metavar="P",
+        help="tokens a page (default: 16, with kivi formats 32)",
+    )
+    parser.add_argument(
         "--kv-ranges",
         type=Path,
         metavar="PATH",
         help="what `calibrate` measured, for the formats with static scales",
     )
+
+
+def page_size(args: argparse.Namespace) -> int:
+    """Tokens a page: as asked for, or what suits the formats.
+
+    Raises:
+      RequestError: there is no such format.
+    """
+    try:
+        if args.page_size is None:
+            return preferred_page_size(args.kv_format)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    return args.page_size
 
 
 def kv_ranges(args: argparse.Namespace) -> KVRanges | None:

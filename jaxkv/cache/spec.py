@@ -5,6 +5,7 @@ for them (`formats.Exact`). Not here: the arrays (`state`), nor which page belon
 (`jaxkv.prefix`).
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -144,3 +145,8 @@ class CacheSpec:
             group.num_kept(num_tokens, self.page_size) * self.bytes_per_page(g)
             for g, group in enumerate(self.groups)
         )
+
+    def tokens_that_fit(self, nbytes: int) -> int:
+        """Tokens of the longest sequence whose pages take at most so many bytes; at most 2^30."""
+        lengths = range(1, 2**30 + 1)
+        return bisect_right(lengths, nbytes, key=self.sequence_bytes)

@@ -14,3 +14,5 @@ from jaxkv.engine.request import Request as Request
 from jaxkv.engine.request import RequestError as RequestError
 from jaxkv.engine.request import SamplingParams as SamplingParams
 from jaxkv.engine.request import TokenLogprob as TokenLogprob
+from jaxkv.engine.sizing import Footprint as Footprint
+from jaxkv.engine.sizing import footprint as footprint

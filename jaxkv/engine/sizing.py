@@ -1,4 +1,4 @@
-"""How large an engine's cache is, and the longest sequence that it takes.
+"""How large an engine's cache is, the longest sequence that it takes, and what its formats save.
 
 A sliding group needs pages for windows and chunks alone: what lies behind a window goes back to the
 pool while its sequence runs. Not here: the values that may be asked for (`config`).
@@ -6,9 +6,17 @@ pool while its sequence runs. Not here: the values that may be asked for (`confi
 
 import math
 from bisect import bisect_right
+from dataclasses import dataclass, replace
 
 from jaxkv.attention import preferred_layout
-from jaxkv.cache import CacheSpec, LayerGroup, choose_formats, group_pages, layer_pages
+from jaxkv.cache import (
+    CacheSpec,
+    LayerGroup,
+    choose_formats,
+    format_id,
+    group_pages,
+    layer_pages,
+)
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.model import DecodeModel
 
@@ -45,6 +53,47 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
         return spec(-(-config.pool_tokens // P))
     sizes = range(1, config.max_sequences * -(-_asked_length(model, config) // P) + 1)
     return spec(max(1, bisect_right(sizes, config.pool_bytes, key=lambda n: spec(n).nbytes)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a cache's formats take, beside bfloat16 in pages of the same size.
+
+    Attributes:
+      formats: their names.
+      num_tokens: of the sequence that the bytes are measured on.
+      bytes_per_token: of its pages, parameters, tails and exact tokens included.
+      bf16_bytes_per_token: the same in bfloat16.
+      memory: bytes.
+      tokens_that_fit, bf16_tokens_that_fit: of one sequence, in that memory.
+    """
+
+    formats: str
+    num_tokens: int
+    bytes_per_token: float
+    bf16_bytes_per_token: float
+    memory: int
+    tokens_that_fit: int
+    bf16_tokens_that_fit: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of a token, in parts of those in bfloat16."""
+        return self.bytes_per_token / self.bf16_bytes_per_token
+
+
+def footprint(spec: CacheSpec, *, num_tokens: int = 4096, memory: int = 1 << 30) -> Footprint:
+    """Measures a cache's formats; see `Footprint`."""
+    bf16 = replace(spec, formats=choose_formats("bf16", spec.layers))
+    return Footprint(
+        formats=format_id(spec.formats),
+        num_tokens=num_tokens,
+        bytes_per_token=spec.sequence_bytes(num_tokens) / num_tokens,
+        bf16_bytes_per_token=bf16.sequence_bytes(num_tokens) / num_tokens,
+        memory=memory,
+        tokens_that_fit=spec.tokens_that_fit(memory),
+        bf16_tokens_that_fit=bf16.tokens_that_fit(memory),
+    )
 
 
 def cache_capacity(spec: CacheSpec, config: EngineConfig) -> int | None:

@@ -1,0 +1,65 @@
+"""Measures the ranges of a model's K and V on text, for KV formats with static scales.
+
+    python scripts calibrate --text novel.txt --out ranges.json
+    python scripts decode --kv-format fp8_e4m3_static --kv-ranges ranges.json "Once upon a time"
+
+The first --tokens tokens of the text are computed once, in float32. What is written is the largest
+magnitude of K and of V for each layer and KV head (JSON), which becomes the largest code of a
+static format; what is larger later is clipped. Use text like that which is to be served.
+"""
+
+import argparse
+from pathlib import Path
+
+from jaxkv.eval import kv_ranges
+from models.errors import ModelError
+from models.loading import LoadedModel
+from scripts import console
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    parser = console.Parser("calibrate", __doc__)
+    console.add_model_arguments(parser)
+    add = parser.add_argument
+    add("--text", type=Path, required=True, metavar="PATH", help="UTF-8 text")
+    add("--tokens", type=int, default=2048, metavar="N", help="(default: %(default)s)")
+    add("--out", type=Path, required=True, metavar="PATH", help="the file to write")
+    args = parser.parse_args(argv)
+    if args.tokens < 1:
+        parser.error("--tokens must be at least 1")
+    if not args.out.parent.is_dir():
+        raise ModelError(f"{args.out.parent}: no such folder")
+    text = read_text(args.text)
+    console.enable_compilation_cache()
+    loaded = console.load_model(args)
+    tokens = text_tokens(loaded, text, args)[: args.tokens]
+    with console.progress(len(tokens), unit="token", description="calibrating") as bar:
+        ranges = kv_ranges(loaded.model, tokens, on_chunk=bar.update)
+    ranges.save(args.out)
+    print(f"{args.out}: ranges {ranges.id} of {len(ranges.largest)} layers, {len(tokens)} tokens")
+    return 0
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+      ModelError: it is not UTF-8.
+    """
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8 text, at byte {error.start}") from None
+
+
+def text_tokens(loaded: LoadedModel, text: str, args: argparse.Namespace) -> list[int]:
+    """Token ids of a text, two at least, as many as the model takes at once.
+
+    Raises:
+      ModelError: the text has fewer, or the model no tokenizer.
+    """
+    tokens = loaded.require_tokenizer().encode(text)
+    if len(tokens) < 2:
+        raise ModelError(f"{args.text}: has {len(tokens)} tokens, two at least are needed")
+    return tokens
