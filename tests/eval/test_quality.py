@@ -1,0 +1,91 @@
+"""Distances between caches: against an engine's log-probabilities, and of a cache from itself."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.cache import choose_formats
+from jaxkv.engine import Request
+from jaxkv.eval import kv_ranges, measure
+from models.loading import load_model
+from tests.engine.tiny import Tiny, random_prompts
+
+TEXT = Path(__file__).resolve().parents[3] / "shared" / "text" / "persuasion.txt"
+(TOKENS,) = random_prompts(75, seed=5)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    return Tiny.random()
+
+
+def test_the_full_cache_is_no_distance_from_itself_and_scores_as_the_engine(tiny: Tiny):
+    found = measure(
+        tiny.model, TOKENS, {"again": choose_formats("f32", tiny.model.layers)}, page_size=8
+    )
+    assert found["again"] == found["f32"]
+    assert (found["f32"].kl_max, found["f32"].top1) == (0.0, 1.0)
+    (completion,) = tiny.engine().generate(
+        [Request(prompt=TOKENS, max_new_tokens=0, prompt_logprobs=True)]
+    )
+    assert completion.prompt_logprobs is not None
+    loss = -completion.prompt_logprobs[1:]
+    np.testing.assert_allclose(np.log(found["f32"].perplexity), loss.mean(), rtol=1e-5)
+    np.testing.assert_allclose(found["f32"].stderr, loss.std() / np.sqrt(74), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["int8", "kivi2_r9_s1"])
+def test_chunks_of_any_size_measure_the_same(tiny: Tiny, name):
+    formats = {name: choose_formats(name, tiny.model.layers)}
+    whole, parts = (
+        measure(tiny.model, TOKENS, formats, page_size=8, chunk=chunk)[name] for chunk in (75, 16)
+    )
+    assert whole.kl_mean > 0
+    np.testing.assert_allclose(whole.kl_mean, parts.kl_mean, rtol=1e-2)
+    assert whole.nbytes == parts.nbytes
+
+
+def test_finer_codes_are_nearer(tiny: Tiny):
+    names = ("bf16", "int8", "int4", "kivi2")
+    choices = {name: choose_formats(name, tiny.model.layers) for name in names}
+    found = measure(tiny.model, TOKENS, choices, page_size=8)
+    distances = [found[name].kl_mean for name in names]
+    assert distances == sorted(distances)
+
+
+def test_ranges_are_the_largest_magnitudes_by_layer_and_head(tiny: Tiny):
+    whole, short = kv_ranges(tiny.model, TOKENS, chunk=20), kv_ranges(tiny.model, TOKENS[:30])
+    assert [len(layer) for layer in whole.largest] == [4, 4]
+    for more, less in zip(whole.largest, short.largest, strict=True):
+        assert all(a >= (1 - 1e-5) * b > 0 for a, b in zip(more, less, strict=True))
+    # The first layer's V is a product of the first norm's output alone.
+    layer, x = tiny.decoder.layers[0], tiny.decoder.embedding[...][jnp.array(TOKENS)]
+    _, _, v = layer.attention.heads(layer.attention_norm(x))
+    np.testing.assert_allclose(whole.largest[0][1::2], jnp.abs(v).max((0, 2)), rtol=1e-5)
+
+
+def test_texts_that_are_too_short_are_refused(tiny: Tiny):
+    with pytest.raises(ValueError, match="two tokens"):
+        measure(tiny.model, TOKENS[:1], {}, page_size=8)
+    with pytest.raises(ValueError, match="one token"):
+        kv_ranges(tiny.model, ())
+
+
+# Upper bounds of perplexity in parts of the full cache's: 3 % above what an independent
+# implementation measured on the same window, or less where more is asked for.
+BARS = {"int8": 1.001, "int4": 1.07, "kivi4": 1.02, "kivi_k4v2": 1.139 * 1.03, "kivi2_r32_s1": 1.04}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TEXT.exists(), reason="needs the project's shared novels")
+def test_formats_keep_the_perplexity_of_a_real_model():
+    loaded = load_model("smollm2-135m")
+    tokens = loaded.require_tokenizer().encode(TEXT.read_text("utf-8")[:40_000])[2000:3024]
+    choices = {name: choose_formats(name, loaded.model.layers) for name in BARS}
+    found = measure(loaded.model, tokens, choices, page_size=32, chunk=256)
+    full = found["f32"].perplexity
+    assert abs(full / 32.88 - 1) < 1e-3
+    for name, bar in BARS.items():
+        assert found[name].perplexity <= bar * full, name
