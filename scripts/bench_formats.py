@@ -90,7 +90,7 @@ def run(
             )
     rows = []
     for name in ("f32", *[name for name in names if name != "f32"]):
-        size = sizes.get(name, 16)
+        size = sizes.get(name) or args.page_size or 16
         spec = CacheSpec(
             layers=model.layers,
             page_size=size,

@@ -178,7 +178,7 @@ def test_the_rotation_is_its_own_inverse_and_keeps_products(head_dim):
 def test_pages_of_another_format_are_refused_by_name(other):
     exported = export_pages(init_cache(spec_of("kivi4", 64)), 0, jnp.array([1, 2]))
     spec = replace(spec_of(other, 64), page_size=32)
-    with pytest.raises(ValueError, match="of format kivi4 .* of format"):
+    with pytest.raises(ValueError, match=r"of format kivi4 .* of format"):
         import_pages(init_cache(spec), 0, jnp.array([1, 2]), exported)
 
 
