@@ -16,6 +16,7 @@ from jaxkv.cache.rotation import rotate
 from pallas_kernels import KeyPart, merge_partials
 from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.attention.ragged import Ragged, owner
+from pallas_kernels.codes import finite
 from pallas_kernels.pages import Layout
 
 BACKEND_NAMES = tuple(sorted(BACKENDS))
@@ -138,6 +139,8 @@ def _write(cache: KVCache, layer: int, k: jax.Array, v: jax.Array, step: StepInp
     P, exact = cache.page_size, cache.exact[layer]
     if exact is None:
         return write(cache, layer, k, v, step.slots(cache.groups[layer], P))
+    # What is read exactly for a while is finite like the codes that it becomes.
+    k, v = finite(k), finite(v)
     cache = write(cache, exact, k, v, step.slots(cache.groups[exact], P))
     groups = cache.groups[exact], cache.groups[layer]
     (source, target), count = step.filled_pages(groups, P)

@@ -2,7 +2,9 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.pages import LAYOUTS, Pages
@@ -15,6 +17,7 @@ from pallas_kernels.quantised_pages import (
 )
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+FLOAT_NAMES = "float32, bfloat16 or float16"
 SYMMETRIC_CODES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 PAGE_SIZES = range(8, 257)
 HEAD_DIMS = range(8, 513)
@@ -26,8 +29,18 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def require_array(name: str, x: object) -> None:
+    """Raises ValueError unless `x` is an array, of jax or of numpy."""
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    require(is_array, f"{name} must be an array, got {type(x).__name__}")
+
+
 def check_pages(pages: AnyPages) -> None:
     """Raises ValueError where the page arrays have a shape, dtype or size that no backend takes."""
+    is_pages = isinstance(pages, AnyPages)
+    require(is_pages, f"pages must be Pages of some type, got {type(pages).__name__}")
+    for name, array in pages.paged.items():
+        require_array(f"pages.{name}", array)
     require(pages.layout in LAYOUTS, f"layout must be one of {LAYOUTS}, got {pages.layout!r}")
     for name, array in pages.paged.items():
         rank = 3 if (name == "scales") else 4
@@ -51,8 +64,8 @@ def check_pages(pages: AnyPages) -> None:
     )
     match pages:
         case Pages():
-            one_of = "float32, bfloat16 or float16"
-            require(pages.kv.dtype in FLOATS, f"pages.kv must be {one_of}, got {pages.kv.dtype}")
+            is_float = pages.kv.dtype in FLOATS
+            require(is_float, f"pages.kv must be {FLOAT_NAMES}, got {pages.kv.dtype}")
         case SymmetricPages():
             one_of = "int8, float8_e4m3fn or float8_e5m2"
             is_code = pages.kv.dtype in SYMMETRIC_CODES

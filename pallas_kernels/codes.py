@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 LIMIT = 65504.0  # the largest float16, the type of affine parameters
+LEAST_SCALE = 1e-30  # far from where float32 loses digits
 NARROWED = (0.9, 0.8, 0.7, 0.6)  # parts of a group's range that codes may be spread over
 
 
@@ -34,9 +35,9 @@ def largest_code(dtype: DTypeLike) -> float:
 
 
 def symmetric_scale(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Scale `[..., 1]` float32 of groups along the last axis of `x`; 1 where all is zero."""
+    """Scale `[..., 1]` float32 of groups along the last axis of `x`; never 0."""
     largest = jnp.max(jnp.abs(finite(x)), axis=-1, keepdims=True)
-    return jnp.where(largest > 0.0, largest / largest_code(dtype), 1.0)
+    return jnp.maximum(largest / largest_code(dtype), LEAST_SCALE)
 
 
 def encode_symmetric(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:

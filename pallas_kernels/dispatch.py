@@ -28,7 +28,7 @@ def choose(
       ValueError: `backend` is not one of `backends`.
     """
     if backend is not None:
-        if backend not in backends:
+        if not isinstance(backend, str) or backend not in backends:
             raise ValueError(f"{operation}: no backend {backend!r}; there are {sorted(backends)}")
         return backends[backend]
     platform = jax.default_backend()

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         return 0
     words = next((n for n in (2, 1) if " ".join(argv[:n]) in known), 0)
     if not words:
-        print(f"no command is named {argv[0]!r}\n{listing(known)}", file=sys.stderr)
+        print(f"no command is named {argv[0]!r}: `python scripts` lists them", file=sys.stderr)
         return 2
     module, _ = known[" ".join(argv[:words])]
 

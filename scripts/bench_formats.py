@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxkv.cache import CacheSpec, choose_formats, preferred_page_size
+from jaxkv.cache import PAGE_SIZES, CacheSpec, choose_formats, preferred_page_size
 from jaxkv.engine import RequestError, footprint
 from jaxkv.eval import Quality, measure
 from models.decode_model import FlaxDecodeModel
@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
     for name, least in (("skip", 0), ("tokens", 2), ("chunk", 1), ("at", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}")
+    if args.page_size is not None and args.page_size not in PAGE_SIZES:
+        parser.error(f"--page-size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
     if not args.formats.split():
         parser.error("--formats has none")
     text = read_text(args.text)

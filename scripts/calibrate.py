@@ -30,12 +30,17 @@ def main(argv: list[str]) -> int:
         parser.error("--tokens must be at least 1")
     if not args.out.parent.is_dir():
         raise ModelError(f"{args.out.parent}: no such folder")
+    if args.out.is_dir():
+        raise ModelError(f"{args.out}: is a folder; name the file to write")
     text = read_text(args.text)
     console.enable_compilation_cache()
     loaded = console.load_model(args)
     tokens = text_tokens(loaded, text, args)[: args.tokens]
     with console.progress(len(tokens), unit="token", description="calibrating") as bar:
-        ranges = kv_ranges(loaded.model, tokens, on_chunk=bar.update)
+        try:
+            ranges = kv_ranges(loaded.model, tokens, on_chunk=bar.update)
+        except ValueError as error:
+            raise ModelError(f"{args.text}: {error}") from None
     ranges.save(args.out)
     print(f"{args.out}: ranges {ranges.id} of {len(ranges.largest)} layers, {len(tokens)} tokens")
     return 0
@@ -54,7 +59,7 @@ def read_text(path: Path) -> str:
 
 
 def text_tokens(loaded: LoadedModel, text: str, args: argparse.Namespace) -> list[int]:
-    """Token ids of a text, two at least, as many as the model takes at once.
+    """Token ids of a text, two at least.
 
     Raises:
       ModelError: the text has fewer, or the model no tokenizer.

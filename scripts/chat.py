@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.max_new_tokens = 48 if args.demo else 256
     if args.max_new_tokens < 1:
         parser.error("--max-new-tokens must be at least 1")
-    if args.demo and (args.system or args.temperature):
+    if args.demo and (args.system is not None or args.temperature):
         parser.error("--demo has a system message of its own, and is greedy")
     return args
 

@@ -45,6 +45,8 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     Mistakes are ModelError, RequestError, and a file that cannot be opened. Any other exception is
     a fault of ours and passes, traceback and all. Ctrl-C returns 130.
     """
+    if any("\0" in argument for argument in argv):
+        return _complain("an argument has a NUL character in it", EXIT_USER_ERROR)
     try:
         code = main(argv)
         sys.stdout.flush()

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from jaxkv.engine import Completion, Engine, EngineConfig, Request
+from models.errors import ModelError
 from models.loading import LoadedModel
 from models.tokenizer import Tokenizer
 from scripts import console
@@ -113,6 +114,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     prompts = read_prompts(args)
     check_config(EngineConfig(page_size=args.page_size, pool_tokens=args.pool_tokens))
+    if args.svg is not None and not args.svg.parent.is_dir():
+        raise ModelError(f"{args.svg.parent}: no such folder")
     console.enable_compilation_cache()
     loaded = console.load_model(args)
     tokenizer = loaded.require_tokenizer()

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from jaxkv.attention import AttentionBackend, StepInputs, update_and_attend
-from jaxkv.cache import CacheSpec, LayerSpec, choose_formats, gather_dense, init_cache
+from jaxkv.cache import (
+    CacheSpec,
+    LayerSpec,
+    choose_formats,
+    gather_dense,
+    group_pages,
+    init_cache,
+    layer_pages,
+)
 
 P, H, K, D = 8, 4, 2, 8
 LAYERS = (LayerSpec(kv_heads=K, head_dim=D, window=5), LayerSpec(kv_heads=K, head_dim=D))
@@ -15,6 +23,37 @@ SPEC = CacheSpec(
     num_pages=(9, 9),
     formats=choose_formats("f32", LAYERS),
 )
+
+
+CODES = ["int8", "fp8_e4m3", "fp8_e5m2", "int4", "kivi4", "kivi2", "kivi_k4v2", "kivi2_r3_s1"]
+HARD = {"NaN": np.nan, "inf": np.inf, "outlier": 1e4, "huge": 3e38}
+
+
+@pytest.mark.parametrize("value", HARD)
+@pytest.mark.parametrize("name", CODES)
+def test_no_value_of_k_or_v_makes_an_output_of_codes_other_than_finite(name, value):
+    layers = (LayerSpec(kv_heads=K, head_dim=D),)
+    formats = choose_formats(name, layers)
+    groups = len(group_pages(layer_pages(layers, formats)))
+    spec = CacheSpec(layers=layers, page_size=P, num_pages=(9,) * groups, formats=formats)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((20, heads, D)).astype(np.float32) for heads in (H, K, K))
+    k[13, 0, 3] = v[11, 1, 2] = HARD[value]
+    step = StepInputs(
+        tokens=jnp.zeros(20, jnp.int32),
+        kv_lens=jnp.array([20], jnp.int32),
+        query_starts=jnp.array([0, 20], jnp.int32),
+        page_tables=(jnp.array([[5, 2, 7]], jnp.int32),) * groups,
+    )
+    out, _ = update_and_attend(
+        init_cache(spec),
+        0,
+        tuple(map(jnp.asarray, (q, k, v))),
+        step,
+        scale=0.3,
+        backend=AttentionBackend(),
+    )
+    assert np.isfinite(out).all()
 
 
 def step_of(kv_lens: list[int], query_lens: list[int], tables: list[np.ndarray], T: int):

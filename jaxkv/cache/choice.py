@@ -8,13 +8,14 @@ the end where it is negative. Not here: what a format is (`formats`).
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxkv.cache.formats import STATIC, KVFormat, StaticFormat, get_format
 from jaxkv.cache.spec import LayerSpec
-from pallas_kernels.codes import largest_code
+from pallas_kernels.codes import LIMIT, largest_code
 
 _KIND = "jaxkv KV ranges"
 
@@ -50,11 +51,9 @@ class KVRanges:
             record = json.loads(path.read_text("utf-8"))
             if record["kind"] != _KIND:
                 raise ValueError
-            largest = tuple(tuple(float(x) for x in layer) for layer in record["largest"])
-        except (KeyError, TypeError, ValueError):
+            largest = tuple(tuple(map(_range, layer)) for layer in record["largest"])
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise ValueError(f"{path}: no file of KV ranges as `calibrate` writes them") from None
-        if not all(0.0 < x < float("inf") for layer in largest for x in layer):
-            raise ValueError(f"{path}: a range that is not a positive number")
         return cls(largest)
 
 
@@ -62,6 +61,17 @@ def preferred_page_size(text: str) -> int:
     """Tokens a page that suit a choice of formats: 32 where K's parameters are a page's."""
     names = [name for name, _ in _parts(text)]
     return 32 if any(name.startswith("kivi") for name in names) else 16
+
+
+def _range(x: object) -> float:
+    """A range as it stands in a file.
+
+    Raises:
+      ValueError: it is no number that values of K and V can have, or too small to divide by.
+    """
+    if not isinstance(x, int | float) or isinstance(x, bool) or not 1e-12 < x <= LIMIT:
+        raise ValueError
+    return float(x)
 
 
 def check_choice(text: str) -> None:
@@ -112,7 +122,7 @@ def _parts(text: str) -> list[tuple[str, str]]:
     parts = [(first, "")]
     for part in others:
         where, equals, name = part.partition("=")
-        if not equals:
+        if not equals or not where.strip():
             raise ValueError(f"KV format {text!r}: {part!r} must be LAYERS=FORMAT")
         parts.append((name.strip(), where.strip()))
     return parts
@@ -131,10 +141,9 @@ def _chosen_layers(where: str, layers: Sequence[LayerSpec]) -> list[int]:
 
 
 def _layer_number(where: str) -> int:
-    try:
-        return int(where)
-    except ValueError:
-        raise ValueError(f"{where!r} must be `window`, `full` or a layer's number") from None
+    if re.fullmatch(r"-?[0-9]{1,6}", where) is None:
+        raise ValueError(f"{where!r} must be `window`, `full` or a layer's number")
+    return int(where)
 
 
 def _static_format(

@@ -244,7 +244,7 @@ FORMATS: dict[str, KVFormat] = {
     )
 }
 
-_KIVI = re.compile(r"kivi(?:([24])|_k([24])v([24]))(?:_r(\d{1,6}))?(?:_s(\d{1,4}))?")
+_KIVI = re.compile(r"kivi(?:([24])|_k([24])v([24]))(?:_r([0-9]{1,6}))?(?:_s([0-9]{1,4}))?")
 
 
 def get_format(name: str) -> KVFormat:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxkv.cache.formats import EXACT, KVFormat
+from jaxkv.cache.choice import format_id
+from jaxkv.cache.formats import KVFormat
 from jaxkv.cache.spec import CacheSpec
 from pallas_kernels import AnyPages, ChannelPages, Pages
 
@@ -57,14 +58,19 @@ class KVCache:
 class ExportedPages:
     """Pages of one layer group taken out of a cache, for another device or a file.
 
+    What a layer's pages hold depends on the formats of the layers before it, so that the formats of
+    the whole cache are part of what the pages are.
+
     Attributes:
       layers: for each layer of the group its arrays by name, `[n, ...]`, pages first.
-      formats: names of their KV formats; static.
+      group: number of the group; static.
+      formats: of all layers of the cache, by name (`choice.format_id`); static.
       layout: physical layout; static.
     """
 
     layers: tuple[dict[str, jax.Array], ...]
-    formats: tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
+    group: int = dataclasses.field(metadata=dict(static=True))
+    formats: str = dataclasses.field(metadata=dict(static=True))
     layout: str = dataclasses.field(metadata=dict(static=True))
 
 
@@ -172,7 +178,8 @@ def export_pages(cache: KVCache, group: int, page_ids: jax.Array) -> ExportedPag
             {name: x.at[page_ids].get(mode="clip") for name, x in cache.layers[i].paged.items()}
             for i in indices
         ),
-        formats=_format_names(cache, indices),
+        group=group,
+        formats=format_id(cache.formats),
         layout=cache.layers[indices[0]].layout,
     )
 
@@ -183,15 +190,15 @@ def import_pages(
     """Puts exported pages into a cache, at `page_ids` `[n]` of a group.
 
     Raises:
-      ValueError: another format, layout, number of layers or page shape than the cache's.
+      ValueError: another group, formats, layout, number of layers or page shape than the cache's.
     """
     indices = cache.layers_of(group)
-    names, layout = _format_names(cache, indices), cache.layers[indices[0]].layout
-    if (exported.formats, exported.layout) != (names, layout):
-        theirs, ours = (", ".join(dict.fromkeys(names)) for names in (exported.formats, names))
+    theirs = exported.formats, exported.layout, exported.group, len(exported.layers)
+    ours = format_id(cache.formats), cache.layers[indices[0]].layout, group, len(indices)
+    if theirs != ours:
+        words = "format {} ({}), group {}, {} layers"
         raise ValueError(
-            f"pages of {len(exported.formats)} layers of format {theirs} ({exported.layout}) do "
-            f"not fit {len(names)} layers of format {ours} ({layout})"
+            f"pages of {words.format(*theirs)}, do not fit a cache of {words.format(*ours)}"
         )
     for index, arrays in zip(indices, exported.layers, strict=True):
         pages = cache.layers[index]
@@ -203,8 +210,3 @@ def import_pages(
         put = {name: own[name].at[page_ids].set(arrays[name], mode="drop") for name in own}
         cache = cache.replace_layer(index, dataclasses.replace(pages, **put))
     return cache
-
-
-def _format_names(cache: KVCache, indices: tuple[int, ...]) -> tuple[str, ...]:
-    L = len(cache.formats)
-    return tuple((cache.formats[i] if i < L else EXACT).name for i in indices)

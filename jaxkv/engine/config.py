@@ -10,7 +10,8 @@ from jaxkv.prefix import POLICIES
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes and choices of one engine; none of them changes a greedy token.
+    """Sizes and choices of one engine; none but `kv_format` changes a greedy token, and with kivi
+    formats `page_size`.
 
     Attributes:
       max_sequences: most sequences in a step.
@@ -49,12 +50,12 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raises ValueError, naming the field, where a value cannot be used."""
-        for name in ("max_sequences", "token_budget", "page_size", "pool_bytes"):
+        for name in ("max_sequences", "token_budget", "pool_bytes"):
             _check_count(name, getattr(self, name))
         for name in ("pool_tokens", "max_length"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
-        if self.page_size not in PAGE_SIZES:
+        if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
             raise ValueError(
                 f"page_size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}, got {self.page_size}"
             )

@@ -319,9 +319,12 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serves requests together and returns their completions in order; see `stream`."""
-        completions = [self._submit_or_refuse(request) for request in requests]
-        served = [one for first in completions for one in (first, *first.samples)]
+        completions: list[Completion] = []
+        served: list[Completion] = []
         try:
+            for request in requests:
+                completions.append(self._submit_or_refuse(request))
+                served += (completions[-1], *completions[-1].samples)
             while any(completion.finish_reason is None for completion in served):
                 self._step_and_park()
         finally:
@@ -395,7 +398,7 @@ class Engine:
         except RequestError as error:
             refused = Completion(
                 self._next_id,
-                len(request.prompt),
+                len(request.prompt) if isinstance(request.prompt, tuple) else 0,
                 finish_reason=FinishReason.ERROR,
                 error=str(error),
             )

@@ -120,6 +120,12 @@ class Request:
     def check(self, vocab_size: int) -> None:
         """Raises RequestError where the request has no meaning for a model of V tokens."""
         _check_type("prompt", self.prompt, tuple)
+        _check_type("stop_ids", self.stop_ids, frozenset)
+        _check_type("sampling", self.sampling, SamplingParams)
+        _check_type("logprobs", self.logprobs, int | None)
+        for name in ("prompt_logprobs", "keep_logits"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for token in (*self.prompt, *self.stop_ids):
             _check_type("a token id", token, int)
         _check_type("max_new_tokens", self.max_new_tokens, int)

@@ -124,10 +124,11 @@ def measure(
       By the names of `choices`, and `f32` for the full cache.
 
     Raises:
-      ValueError: fewer than two tokens.
+      ValueError: fewer than two tokens, or more than the model takes.
     """
     if len(tokens) < 2:
         raise ValueError("a text of two tokens at least is needed")
+    _check_length(model, tokens)
     sizes = dict(num_tokens=len(tokens), page_size=page_size, chunk=chunk)
     full = PagedText(model, choose_formats("f32", model.layers), **sizes)
     texts = {"f32": full} | {
@@ -172,10 +173,11 @@ def kv_ranges(
     """The largest magnitudes of K and V that a model makes of a text, by layer and head.
 
     Raises:
-      ValueError: no tokens, or a head whose K or V is zero throughout.
+      ValueError: no tokens, more than the model takes, or a head whose K or V is zero throughout.
     """
     if not tokens:
         raise ValueError("a text of one token at least is needed")
+    _check_length(model, tokens)
     formats, page_size = choose_formats("f32", model.layers), 64
     text = PagedText(model, formats, num_tokens=len(tokens), page_size=page_size, chunk=chunk)
     for start in range(0, len(tokens), chunk):
@@ -190,6 +192,11 @@ def kv_ranges(
     if not all(x > 0.0 for layer in largest for x in layer):
         raise ValueError("a KV head that is zero throughout the text has no range")
     return KVRanges(tuple(largest))
+
+
+def _check_length(model: DecodeModel, tokens: Sequence[int]) -> None:
+    if len(tokens) > model.max_positions:
+        raise ValueError(f"{len(tokens)} tokens; the model takes {model.max_positions} at most")
 
 
 def _rows(hidden: jax.Array, first: int) -> jax.Array:

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxkv.prefix.index import PrefixIndex
-from jaxkv.prefix.node import Namespace
+from jaxkv.prefix.node import TOKEN, Namespace
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,10 @@ class Pins:
 
         Raises:
           ValueError: the time is not positive, or so many pages may not be pinned; nothing is.
+          TypeError: tokens that are not packed (`jaxkv.prefix.pack`).
         """
+        if not isinstance(tokens, bytes) or len(tokens) % TOKEN:
+            raise TypeError("tokens must be packed: jaxkv.prefix.pack(ids)")
         if not ttl_seconds > 0:
             raise ValueError(f"ttl_seconds = {ttl_seconds}: a pin lasts longer than no time")
         self.expire()

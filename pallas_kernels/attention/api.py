@@ -3,14 +3,17 @@
 Not here: any arithmetic (see `reference` for what is computed, `xla` for how it is made fast).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import reference, xla
 from pallas_kernels.attention.options import AttentionOptions, KeyPart
 from pallas_kernels.attention.ragged import Ragged
-from pallas_kernels.checks import FLOATS, check_pages, require
+from pallas_kernels.checks import FLOATS, check_pages, require, require_array
 from pallas_kernels.quantised_pages import AnyPages
 
 BACKENDS = {
@@ -72,11 +75,11 @@ def ragged_paged_attention(
     Raises:
       ValueError: a shape, dtype or size that does not fit, naming the dimension.
     """
+    _check_arrays(q, pages, page_table, kv_lens, query_starts, sinks)
+    _check_options(scale, window, soft_cap, query_tile, keys)
     options = AttentionOptions(
         scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile, keys=keys
     )
-    _check_arrays(q, pages, page_table, kv_lens, query_starts, sinks)
-    _check_options(options)
     run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend)
     ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts)
     out, lse = run(q, pages, page_table, ragged, sinks, options)
@@ -92,6 +95,13 @@ def _check_arrays(
     sinks: jax.Array | None,
 ) -> None:
     check_pages(pages)
+    for name, array in (
+        ("q", q),
+        ("page_table", page_table),
+        ("kv_lens", kv_lens),
+        ("query_starts", query_starts),
+    ):
+        require_array(name, array)
     require(q.ndim == 3, f"q must be [T, H, D], got {q.shape}")
     require(q.dtype in FLOATS, f"q must be float32, bfloat16 or float16, got {q.dtype}")
     T, H, D = q.shape
@@ -114,11 +124,24 @@ def _check_arrays(
     ):
         require(array.dtype == jnp.int32, f"{name} must be int32, got {array.dtype}")
     if sinks is not None:
+        require_array("sinks", sinks)
         require(sinks.shape == (H,), f"sinks must be [H] = [{H}], got {sinks.shape}")
         require(sinks.dtype == jnp.float32, f"sinks must be float32, got {sinks.dtype}")
 
 
-def _check_options(options: AttentionOptions) -> None:
-    for name in ("window", "soft_cap", "query_tile"):
-        value = getattr(options, name)
-        require(value is None or value > 0, f"{name} must be positive or None, got {value}")
+def _check_options(
+    scale: object, window: object, soft_cap: object, query_tile: object, keys: object
+) -> None:
+    """What is static must be plain numbers: a traced one has no value yet."""
+    number = (int, float, np.floating)
+    fits = isinstance(scale, number) and math.isfinite(scale)
+    require(fits, f"scale must be finite and static, got {scale!r}")
+    for name, value in (("window", window), ("query_tile", query_tile)):
+        fits = value is None or (isinstance(value, int | np.integer) and 0 < value < 2**30)
+        require(bool(fits), f"{name} must be positive, whole and static, or None, got {value!r}")
+    fits = soft_cap is None or (
+        isinstance(soft_cap, number) and math.isfinite(soft_cap) and soft_cap > 0
+    )
+    require(bool(fits), f"soft_cap must be positive, finite and static, or None, got {soft_cap!r}")
+    fits = keys is None or isinstance(keys, KeyPart)
+    require(fits, f"keys must be a KeyPart or None, got {keys!r}")

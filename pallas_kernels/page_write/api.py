@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.checks import FLOATS, check_pages, require
+from pallas_kernels.checks import FLOAT_NAMES, FLOATS, check_pages, require, require_array
 from pallas_kernels.page_write import reference, xla
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
@@ -42,12 +42,14 @@ def write_pages[P: TokenPages](
     """
     check_pages(pages)
     require(not isinstance(pages, ChannelPages), "ChannelPages are written whole: seal_pages")
+    for name, array in (("k", k), ("v", v), ("slots", slots)):
+        require_array(name, array)
     require(slots.ndim == 1, f"slots must be [T], got {slots.shape}")
     require(slots.dtype == jnp.int32, f"slots must be int32, got {slots.dtype}")
     shape = (slots.shape[0], pages.num_kv_heads, pages.head_dim)
     for name, array in (("k", k), ("v", v)):
         require(array.shape == shape, f"{name} must be [T, K, D] = {shape}, got {array.shape}")
-        require(array.dtype in FLOATS, f"{name} must be a float, got {array.dtype}")
+        require(array.dtype in FLOATS, f"{name} must be {FLOAT_NAMES}, got {array.dtype}")
     return dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend)(pages, k, v, slots)
 
 
@@ -108,6 +110,7 @@ def seal_pages(
 
 def _check_pairs(source: jax.Array, target: jax.Array) -> None:
     for name, ids in (("source", source), ("target", target)):
+        require_array(name, ids)
         require(ids.ndim == 1, f"{name} must be [n], got {ids.shape}")
         require(ids.dtype == jnp.int32, f"{name} must be int32, got {ids.dtype}")
     require(source.shape == target.shape, f"source is {source.shape}, target {target.shape}")

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
@@ -10,7 +11,7 @@ from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> TokenPages:
     """See `pallas_kernels.page_write.api`."""
-    arrays = pages.paged
+    arrays = {name: jnp.asarray(array) for name, array in pages.paged.items()}
     for name, rows in pages.encode(k, v).items():
         for t, slot in enumerate(slots):
             page, offset = slot // pages.page_size, slot % pages.page_size
@@ -24,8 +25,8 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
 def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P:
     """See `pallas_kernels.page_write.api`."""
     arrays = {}
-    for name, old in pages.paged.items():
-        array = old
+    for name, stored in pages.paged.items():
+        array = old = jnp.asarray(stored)
         for one, other in zip(source, target, strict=True):
             array = array.at[other].set(old[one], mode="drop", wrap_negative_indices=False)
         arrays[name] = array

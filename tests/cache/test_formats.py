@@ -53,6 +53,8 @@ def test_a_format_is_found_by_its_name(name):
         ("kivi3", "no KV format"),
         ("kivi4_s1_r5", "no KV format"),
         ("bf16,int8", "must be LAYERS=FORMAT"),
+        ("bf16,=int8", "must be LAYERS=FORMAT"),
+        ("bf16,1_0=int8", "'1_0' must be"),
         ("bf16,9=int8", "no layer 9: the model has 5"),
         ("bf16,-6=int8", "no layer -6"),
         ("bf16,odd=int8", "'odd' must be `window`, `full` or a layer's number"),
@@ -79,8 +81,21 @@ def test_static_formats_carry_the_id_and_the_scales_of_their_ranges(tmp_path):
     assert names("int8_static", other) != names("int8_static", RANGES)
 
 
+HEAD = '{"kind": "jaxkv KV ranges", "largest": '
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{}", '{"kind": "jaxkv KV ranges", "largest": [[0.0]]}', "[1]", '{"kind": 3}']
+    "content",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"kind": 3}',
+        "[" * 200_000,
+        *(HEAD + f"[[{x}]]}}" for x in ("0.0", "-1", "1e300", "1e-44", "NaN", "true", "1" * 400)),
+        HEAD + '["12"]}',
+    ],
+    ids=lambda content: content[-24:],
 )
 def test_a_file_of_other_things_is_no_file_of_ranges(tmp_path, content):
     (tmp_path / "x.json").write_text(content)
@@ -174,12 +189,15 @@ def test_the_rotation_is_its_own_inverse_and_keeps_products(head_dim):
 # Pages of one format in a cache of another.
 
 
+@pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize("other", ["kivi2", "kivi4_s1", "int4", "bf16", "kivi4,0=bf16"])
-def test_pages_of_another_format_are_refused_by_name(other):
-    exported = export_pages(init_cache(spec_of("kivi4", 64)), 0, jnp.array([1, 2]))
+def test_pages_of_another_format_are_refused_by_name(other, group):
+    """Exact pages too: what they hold came of what the layers before them stored."""
+    exported = export_pages(init_cache(spec_of("kivi4", 64)), group, jnp.array([1, 0]))
     spec = replace(spec_of(other, 64), page_size=32)
-    with pytest.raises(ValueError, match=r"of format kivi4 .* of format"):
-        import_pages(init_cache(spec), 0, jnp.array([1, 2]), exported)
+    target = min(group, len(spec.groups) - 1)
+    with pytest.raises(ValueError, match=r"of format kivi4 .* a cache of format"):
+        import_pages(init_cache(spec), target, jnp.array([1, 0]), exported)
 
 
 def test_pages_of_other_scales_are_refused_by_name():

@@ -139,14 +139,16 @@ def test_exported_pages_arrive_in_another_cache_at_other_ids(group, layers, layo
             dict(formats=choose_formats("bf16", LAYERS)),
             0,
             2,
-            r"2 layers of format f32 \(token_major\) do not fit 2 layers of format bf16",
+            r"format f32 \(token_major\), group 0, 2 layers, do not fit a cache of format bf16",
             id="format",
         ),
         pytest.param(
-            dict(layout="head_major"), 0, 2, r"2 layers of format f32 \(head_major\)", id="layout"
+            dict(layout="head_major"), 0, 2, r"a cache of format f32 \(head_major\)", id="layout"
         ),
         pytest.param({}, 0, 1, r"have shapes .*, the group takes", id="number of pages"),
-        pytest.param({}, 1, 2, r"do not fit 1 layers of format f32", id="number of layers"),
+        pytest.param(
+            {}, 1, 2, r"group 0, 2 layers, do not fit .*, group 1, 1 layers", id="number of layers"
+        ),
         pytest.param(dict(page_size=16), 0, 2, r"\(2, 16, 4, 8\)", id="page size"),
     ],
 )

@@ -6,27 +6,36 @@ import numpy as np
 import pytest
 
 from jaxkv.engine import Engine, EngineConfig, Request
+from jaxkv.engine.step import StepFunctions
 from models.loading import load_model
 from tests.engine.disturbances import Disturb, logit_bits, preempt_at
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size"),
+    ("name", "page_size", "kv_format"),
     [
-        ("smollm2", 64),
-        ("gemma3", 16),
-        pytest.param("smollm2", 8, marks=pytest.mark.slow),
-        pytest.param("gemma3", 128, marks=pytest.mark.slow),
+        ("smollm2", 64, "f32"),
+        ("gemma3", 16, "f32"),
+        pytest.param("smollm2", 32, "kivi2_r32_s1", marks=pytest.mark.slow),
+        pytest.param("smollm2", 8, "f32", marks=pytest.mark.slow),
+        pytest.param("gemma3", 128, "f32", marks=pytest.mark.slow),
+        pytest.param("smollm2", 16, "fp8_e4m3", marks=pytest.mark.slow),
+        pytest.param("gemma3", 16, "int4", marks=pytest.mark.slow),
+        pytest.param("gemma3", 32, "kivi2_r32_s1,window=int8,-1=kivi4", marks=pytest.mark.slow),
     ],
 )
-def test_a_real_model_answers_from_its_cache_with_the_same_bits(request, name, page_size):
+def test_a_real_model_answers_from_its_cache_with_the_same_bits(
+    request, name, page_size, kv_format
+):
     """Conversations longer than Gemma's window of 512, with pages that come and go."""
     model = load_model(str(request.getfixturevalue(f"{name}_path"))).model
     rng = np.random.default_rng(5)
     system = tuple(rng.integers(100, 20_000, 530).tolist())
     users = [tuple(rng.integers(100, 20_000, n).tolist()) for n in (7, 40, 13, 25)]
 
-    def answers(*, prefix_cache: bool, disturb: Disturb | None) -> tuple[Engine, list[np.ndarray]]:
+    def answers(
+        steps: StepFunctions | None, disturb: Disturb | None
+    ) -> tuple[Engine, list[np.ndarray]]:
         engine = Engine(
             model,
             EngineConfig(
@@ -34,8 +43,10 @@ def test_a_real_model_answers_from_its_cache_with_the_same_bits(request, name, p
                 max_sequences=2,
                 max_length=768,
                 page_size=page_size,
-                prefix_cache=prefix_cache,
+                kv_format=kv_format,
+                prefix_cache=steps is not None,
             ),
+            steps=steps,
         )
         histories, bits, steps = [system] * 2, [], count()
         for turn in (users[:2], users[2:]):
@@ -52,9 +63,9 @@ def test_a_real_model_answers_from_its_cache_with_the_same_bits(request, name, p
             histories = [h + tuple(c.tokens) for h, c in zip(histories, done, strict=True)]
         return engine, bits
 
-    _, want = answers(prefix_cache=False, disturb=None)
+    plain, want = answers(None, None)
     for disturb in (None, preempt_at(11)):
-        engine, got = answers(prefix_cache=True, disturb=disturb)
+        engine, got = answers(plain.steps, disturb)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
         assert engine.metrics.cached_tokens > 2 * len(system)

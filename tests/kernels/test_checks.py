@@ -39,6 +39,17 @@ BAD_PAGES = {
 }
 
 BAD_ATTENTION = BAD_PAGES | {
+    "list for q": (dict(q=[[1.0]]), r"q must be an array, got list"),
+    "list for kv_lens": (dict(kv_lens=[1, 2]), r"kv_lens must be an array, got list"),
+    "array for pages": (dict(pages=floats(2, 8, 4, 16)), r"pages must be Pages"),
+    "list in pages": (dict(pages=Pages(kv=[1.0])), r"pages\.kv must be an array, got list"),
+    "device scale": (dict(scale=jnp.float32(0.3)), r"scale must be finite and static"),
+    "NaN scale": (dict(scale=float("nan")), r"scale must be finite"),
+    "half a window": (dict(window=2.5), r"window must be positive, whole"),
+    "huge window": (dict(window=2**40), r"window must be positive, whole"),
+    "half a tile": (dict(query_tile=1.5), r"query_tile must be positive, whole"),
+    "infinite cap": (dict(soft_cap=float("inf")), r"soft_cap must be positive, finite"),
+    "a word for keys": (dict(keys="all"), r"keys must be a KeyPart"),
     "D 4": (dict(pages=pages(D=4), q=floats(T, H, 4)), r"D = 4"),
     "D 520": (dict(pages=pages(D=520), q=floats(T, H, 520)), r"D = 520"),
     "q of two dims": (dict(q=floats(T, H * D)), r"q must be \[T, H, D\].*\(5, 64\)"),

@@ -71,6 +71,13 @@ def test_a_pin_ends_by_the_clock_at_the_next_pin():
     world.check()
 
 
+@pytest.mark.parametrize("tokens", [(1, 2), "abc", b"abc"])
+def test_tokens_that_are_not_packed_are_no_pin(tokens):
+    world = World(4)
+    with pytest.raises(TypeError, match="must be packed"):
+        world.pins.pin(tokens, PUBLIC, ttl_seconds=1)
+
+
 def test_growth_lets_expired_pins_go_and_no_others():
     world = World(4, capacity=8)
     world.run(numbers(8))

@@ -54,10 +54,11 @@ def test_the_table_has_a_row_for_each_format(capsys, model, text):
         ("calibrate", ["--text", "/no/such"], "/no/such"),
         ("calibrate", ["--out", "/no/such/x.json"], "/no/such: no such folder"),
         ("bench", ["--formats", "int3"], "no KV format 'int3'"),
+        ("calibrate", ["--out", "/"], "/: is a folder"),
         ("bench", ["--formats", " "], "--formats has none"),
         ("bench", ["--formats", "int8_static"], "needs scales"),
         ("bench", ["--tokens", "9999"], "has fewer than 10001 tokens"),
-        ("bench", ["--page-size", "7"], "P = 7"),
+        ("bench", ["--page-size", "7"], "--page-size must be 8 to 256"),
     ],
 )
 def test_each_mistake_is_one_line(tmp_path, capsys, model, text, command, options, message):
