@@ -142,7 +142,7 @@ def test_a_trace_shows_every_layer_group_and_leaves_out_what_was_not_measured():
         pytest.param(["--max-new-tokens", "0"], b"", "--max-new-tokens", id="new tokens"),
         pytest.param(["--page-size", "0"], b"", "page_size", id="page size"),
         pytest.param(["--pool-tokens", "0"], b"", "pool_tokens", id="pool"),
-        pytest.param(["--kv-format", "int3"], b"", "--kv-format", id="format"),
+        pytest.param(["--kv-format", "int3"], b"", "no KV format 'int3'", id="format"),
         pytest.param(["--demo", "--system", "s"], b"", "--demo", id="demo with a system"),
         pytest.param(["--demo", "--temperature", "1"], b"", "--demo", id="demo sampled"),
         pytest.param(["--seed", "x"], b"", "--seed", id="seed"),

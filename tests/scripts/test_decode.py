@@ -118,7 +118,7 @@ def test_a_bad_prompt_in_a_batch_fails_alone_with_one_line_and_code_2(run, how):
         pytest.param(["--chunk", "0", "x"], b"", "token_budget", id="chunk"),
         pytest.param(["--pool-tokens", "0", "x"], b"", "pool_tokens", id="pool"),
         pytest.param(["--backend", "cuda", "x"], b"", "--backend", id="backend"),
-        pytest.param(["--kv-format", "int3", "x"], b"", "--kv-format", id="format"),
+        pytest.param(["--kv-format", "int3", "x"], b"", "no KV format 'int3'", id="format"),
         pytest.param(["--dtype", "int8", "x"], b"", "--dtype", id="dtype"),
         pytest.param(["--model", "no-such-model", "x"], b"", "no-such-model", id="model"),
         pytest.param(["--prompts", "no-such-file"], b"", "no-such-file", id="file"),
