@@ -27,10 +27,11 @@ from tests.engine.disturbances import Disturb, logit_bits, preempt_at
 def test_a_real_model_answers_from_its_cache_with_the_same_bits(
     request, name, page_size, kv_format
 ):
-    """Conversations longer than Gemma's window of 512, with pages that come and go."""
+    """Conversations longer than the window, where there is one, with pages that come and go."""
     model = load_model(str(request.getfixturevalue(f"{name}_path"))).model
     rng = np.random.default_rng(5)
-    system = tuple(rng.integers(100, 20_000, 530).tolist())
+    length = max(130, *(18 + (layer.window or 0) for layer in model.layers))
+    system = tuple(rng.integers(100, 20_000, length).tolist())
     users = [tuple(rng.integers(100, 20_000, n).tolist()) for n in (7, 40, 13, 25)]
 
     def answers(

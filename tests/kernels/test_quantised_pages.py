@@ -208,7 +208,7 @@ def test_whatever_is_written_what_is_read_is_finite_and_near(kind, case):
         np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
-@every_backend
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "xla"])
 @every_layout
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_codes_is_attention_over_what_they_decode_to(kind, layout, backend):
