@@ -4,8 +4,9 @@ A step's inputs say which tokens of which sequences are computed; where each tok
 follows from the page table, on the device. Not here: projections, RoPE and norms (the model's).
 """
 
+import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,38 +162,36 @@ def _attend(
     gives the same output whether it was computed in this step or found.
     """
 
+    P = cache.page_size
+
     def attend(
-        index: int, q: jax.Array, sinks: jax.Array | None, **more: Any
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        table = step.page_tables[cache.groups[index]]
-        return pallas_kernels.ragged_paged_attention(
+        index: int, q: jax.Array, sinks: jax.Array | None, keys: KeyPart | None
+    ) -> tuple[jax.Array, jax.Array]:
+        result = pallas_kernels.ragged_paged_attention(
             q,
             cache.layers[index],
-            table,
+            step.page_tables[cache.groups[index]],
             step.kv_lens,
             step.query_starts,
             sinks=sinks,
+            keys=keys,
+            return_lse=True,
             **options,
-            **more,
         )
-
-    kept, exact = cache.formats[layer].exact, cache.exact[layer]
-    if kept is None or exact is None:
-        out = attend(layer, q, sinks)
-        assert isinstance(out, jax.Array)  # no lse was asked for
-        return out
-    P = cache.page_size
-    wide = q.astype(jnp.float32)
-
-    def attend_part(
-        index: int, part: Literal["first", "middle", "recent"], sinks: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        keys = KeyPart(part=part, page_size=P, recent=kept.recent + 1, first=kept.sink_pages * P)
-        result = attend(index, wide, sinks, keys=keys, return_lse=True)
         assert isinstance(result, tuple)
         return result
 
-    merged = merge_partials(*attend_part(layer, "middle"), *attend_part(exact, "recent", sinks))
+    kept, exact = cache.formats[layer].exact, cache.exact[layer]
+    if kept is None or exact is None:
+        return attend(layer, q, sinks, None)[0]
+    part = functools.partial(
+        KeyPart, page_size=P, recent=kept.recent + 1, first=kept.sink_pages * P
+    )
+    wide = q.astype(jnp.float32)
+    merged = merge_partials(
+        *attend(layer, wide, None, part(part="middle")),
+        *attend(exact, wide, sinks, part(part="recent")),
+    )
     if kept.sink_pages:
-        merged = merge_partials(*attend_part(exact, "first"), *merged)
+        merged = merge_partials(*attend(exact, wide, None, part(part="first")), *merged)
     return merged[0].astype(q.dtype)

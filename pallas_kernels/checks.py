@@ -39,15 +39,13 @@ def check_pages(pages: AnyPages) -> None:
     """Raises ValueError where the page arrays have a shape, dtype or size that no backend takes."""
     is_pages = isinstance(pages, AnyPages)
     require(is_pages, f"pages must be Pages of some type, got {type(pages).__name__}")
-    for name, array in pages.paged.items():
-        require_array(f"pages.{name}", array)
     require(pages.layout in LAYOUTS, f"layout must be one of {LAYOUTS}, got {pages.layout!r}")
     for name, array in pages.paged.items():
-        rank = 3 if (name == "scales") else 4
-        words = "four" if rank == 4 else "three"
+        require_array(f"pages.{name}", array)
+        rank = 3 if name == "scales" else 4
         require(
             array.ndim == rank,
-            f"pages.{name} must have {words} dimensions ({pages.layout}), got {array.shape}",
+            f"pages.{name} must have {rank} dimensions ({pages.layout}), got {array.shape}",
         )
     if not isinstance(pages, ChannelPages):
         heads = pages.kv.shape[2 if pages.layout == "token_major" else 1]
@@ -72,12 +70,12 @@ def check_pages(pages: AnyPages) -> None:
             require(is_code, f"pages.kv must be {one_of}, got {pages.kv.dtype}")
             per_head = (2 * pages.num_kv_heads,)
             shape = per_head if pages.is_static else pages.kv.shape[:-1]
-            _require_array("scales", pages.scales, shape, jnp.float32)
+            _require_shape("scales", pages.scales, shape, jnp.float32)
         case AffinePages():
             require(pages.bits in (2, 4), f"bits must be 2 or 4, got {pages.bits}")
-            _require_array("kv", pages.kv, pages.kv.shape, jnp.uint8)
+            _require_shape("kv", pages.kv, pages.kv.shape, jnp.uint8)
             parameters = (*pages.kv.shape[:-1], 2)
-            _require_array("parameters", pages.parameters, parameters, jnp.float16)
+            _require_shape("parameters", pages.parameters, parameters, jnp.float16)
         case ChannelPages():
             _check_channel_pages(pages)
 
@@ -88,13 +86,12 @@ def _check_channel_pages(pages: ChannelPages) -> None:
     for name, bits in (("k", pages.k_bits), ("v", pages.v_bits)):
         require(bits in (2, 4), f"{name}_bits must be 2 or 4, got {bits}")
         require(D * bits % 8 == 0, f"D = {D}: a token's codes of {bits} bits must fill bytes")
-        _require_array(name, getattr(pages, name), (N, *middle, D * bits // 8), jnp.uint8)
+        _require_shape(name, getattr(pages, name), (N, *middle, D * bits // 8), jnp.uint8)
     groups = D // math.gcd(D, CHANNEL_GROUP)
-    _require_array("k_parameters", pages.k_parameters, (N, K, 2, D), jnp.float16)
-    _require_array("v_parameters", pages.v_parameters, (N, *middle, 2 * groups), jnp.float16)
+    _require_shape("k_parameters", pages.k_parameters, (N, K, 2, D), jnp.float16)
+    _require_shape("v_parameters", pages.v_parameters, (N, *middle, 2 * groups), jnp.float16)
 
 
-def _require_array(name: str, array: object, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-    got = (getattr(array, "shape", None), getattr(array, "dtype", None))
-    want = (shape, jnp.dtype(dtype))
+def _require_shape(name: str, array: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    got, want = (array.shape, array.dtype), (shape, jnp.dtype(dtype))
     require(got == want, f"pages.{name} must be {want[1]} {want[0]}, got {got[1]} {got[0]}")

@@ -23,8 +23,7 @@ from jaxkv.eval import Quality, measure
 from models.decode_model import FlaxDecodeModel
 from models.errors import ModelError
 from scripts import console
-from scripts.calibrate import read_text, text_tokens
-from scripts.serving import kv_ranges
+from scripts.serving import kv_ranges, read_text
 
 FORMATS = "bf16 int8 fp8_e4m3 fp8_e5m2 int4 kivi4 kivi_k4v2 kivi2 kivi2_r32_s1"
 
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> int:
     text = read_text(args.text)
     console.enable_compilation_cache()
     loaded = console.load_model(args)
-    tokens = text_tokens(loaded, text, args)[args.skip : args.skip + args.tokens]
+    tokens = loaded.require_tokenizer().encode(text)[args.skip : args.skip + args.tokens]
     if len(tokens) < args.tokens:
         raise ModelError(f"{args.text}: has fewer than {args.skip + args.tokens} tokens")
     try:

@@ -8,13 +8,12 @@ magnitude of K and of V for each layer and KV head (JSON), which becomes the lar
 static format; what is larger later is clipped. Use text like that which is to be served.
 """
 
-import argparse
 from pathlib import Path
 
 from jaxkv.eval import kv_ranges
 from models.errors import ModelError
-from models.loading import LoadedModel
 from scripts import console
+from scripts.serving import read_text
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> int:
     text = read_text(args.text)
     console.enable_compilation_cache()
     loaded = console.load_model(args)
-    tokens = text_tokens(loaded, text, args)[: args.tokens]
+    tokens = loaded.require_tokenizer().encode(text)[: args.tokens]
     with console.progress(len(tokens), unit="token", description="calibrating") as bar:
         try:
             ranges = kv_ranges(loaded.model, tokens, on_chunk=bar.update)
@@ -44,27 +43,3 @@ def main(argv: list[str]) -> int:
     ranges.save(args.out)
     print(f"{args.out}: ranges {ranges.id} of {len(ranges.largest)} layers, {len(tokens)} tokens")
     return 0
-
-
-def read_text(path: Path) -> str:
-    """A file's text.
-
-    Raises:
-      ModelError: it is not UTF-8.
-    """
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: not UTF-8 text, at byte {error.start}") from None
-
-
-def text_tokens(loaded: LoadedModel, text: str, args: argparse.Namespace) -> list[int]:
-    """Token ids of a text, two at least.
-
-    Raises:
-      ModelError: the text has fewer, or the model no tokenizer.
-    """
-    tokens = loaded.require_tokenizer().encode(text)
-    if len(tokens) < 2:
-        raise ModelError(f"{args.text}: has {len(tokens)} tokens, two at least are needed")
-    return tokens

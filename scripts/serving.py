@@ -91,17 +91,22 @@ def sampling_params(args: argparse.Namespace, index: int) -> SamplingParams:
     )
 
 
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+      ModelError: it is not UTF-8.
+    """
+    return _decoded(path.read_bytes(), str(path))
+
+
 def prompt_lines(data: bytes, name: str) -> list[str]:
     """The prompts of a file or stream, a line each; blank lines are left out.
 
     Raises:
       ModelError: there is none, or the text is not UTF-8.
     """
-    try:
-        lines = data.decode("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{name}: not UTF-8 text, at byte {error.start}") from None
-    prompts = [line for line in lines if line.strip()]
+    prompts = [line for line in _decoded(data, name).splitlines() if line.strip()]
     if not prompts:
         raise ModelError(f"{name}: has no prompt")
     return prompts
@@ -132,3 +137,10 @@ def make_engine(
         raise RequestError(str(error)) from None
     except jax.errors.JaxRuntimeError as error:
         raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{name}: not UTF-8 text, at byte {error.start}") from None

@@ -1,6 +1,5 @@
 """Device state of the paged cache: its static spec, its pytree, and pure functions over it."""
 
-from jaxkv.cache.choice import KVRanges as KVRanges
 from jaxkv.cache.choice import check_choice as check_choice
 from jaxkv.cache.choice import choose_formats as choose_formats
 from jaxkv.cache.choice import format_id as format_id
@@ -11,6 +10,7 @@ from jaxkv.cache.formats import KVFormat as KVFormat
 from jaxkv.cache.formats import get_format as get_format
 from jaxkv.cache.invariants import check_cache as check_cache
 from jaxkv.cache.invariants import check_tables as check_tables
+from jaxkv.cache.ranges import KVRanges as KVRanges
 from jaxkv.cache.rotation import rotate as rotate
 from jaxkv.cache.spec import CacheSpec as CacheSpec
 from jaxkv.cache.spec import LayerGroup as LayerGroup

@@ -5,73 +5,20 @@ The first name holds for all layers; what follows is for some of them, and a lat
 the end where it is negative. Not here: what a format is (`formats`).
 """
 
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from jaxkv.cache.formats import STATIC, KVFormat, StaticFormat, get_format
+from jaxkv.cache.ranges import KVRanges
 from jaxkv.cache.spec import LayerSpec
-from pallas_kernels.codes import LIMIT, largest_code
-
-_KIND = "jaxkv KV ranges"
-
-
-@dataclass(frozen=True)
-class KVRanges:
-    """The largest magnitudes of K and V that a model was seen to make.
-
-    Attributes:
-      largest: of each layer `[2K]`, of K and V by turns.
-    """
-
-    largest: tuple[tuple[float, ...], ...]
-
-    @property
-    def id(self) -> str:
-        """Eight digits that tell these ranges from others."""
-        return hashlib.sha256(json.dumps(self.largest).encode()).hexdigest()[:8]
-
-    def save(self, path: Path) -> None:
-        """Writes a file that `load` reads: JSON."""
-        path.write_text(json.dumps({"kind": _KIND, "largest": self.largest}) + "\n", "utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> "KVRanges":
-        """Reads a file.
-
-        Raises:
-          ValueError: it is none that `save` wrote, or a range is not a positive number.
-          OSError: it cannot be read.
-        """
-        try:
-            record = json.loads(path.read_text("utf-8"))
-            if record["kind"] != _KIND:
-                raise ValueError
-            largest = tuple(tuple(map(_range, layer)) for layer in record["largest"])
-        except (KeyError, TypeError, ValueError, RecursionError):
-            raise ValueError(f"{path}: no file of KV ranges as `calibrate` writes them") from None
-        return cls(largest)
+from pallas_kernels.codes import largest_code
 
 
 def preferred_page_size(text: str) -> int:
     """Tokens a page that suit a choice of formats: 32 where K's parameters are a page's."""
     names = [name for name, _ in _parts(text)]
     return 32 if any(name.startswith("kivi") for name in names) else 16
-
-
-def _range(x: object) -> float:
-    """A range as it stands in a file.
-
-    Raises:
-      ValueError: it is no number that values of K and V can have, or too small to divide by.
-    """
-    if not isinstance(x, int | float) or isinstance(x, bool) or not 1e-12 < x <= LIMIT:
-        raise ValueError
-    return float(x)
 
 
 def check_choice(text: str) -> None:

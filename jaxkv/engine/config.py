@@ -10,8 +10,8 @@ from jaxkv.prefix import POLICIES
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes and choices of one engine; none but `kv_format` changes a greedy token, and with kivi
-    formats `page_size`.
+    """Sizes and choices of one engine. None changes a greedy token but `kv_format`, and under kivi
+    formats, whose codes go by pages, `page_size`.
 
     Attributes:
       max_sequences: most sequences in a step.
@@ -25,8 +25,8 @@ class EngineConfig:
         `kivi4,window=bf16` (`jaxkv.cache.choose_formats`).
       kv_ranges: of the model's K and V, for formats whose scales are measured beforehand.
       deterministic: a sequence's logits have the same bits whatever else is in the batch, however
-        its prompt is cut into chunks, and whatever the page size. Slower: small steps are padded,
-        and no step has more than 64 tokens.
+        its prompt is cut into chunks, and, kivi formats aside, whatever the page size. Slower:
+        small steps are padded, and no step has more than 64 tokens.
       backend: attention backend, or None for the platform's best.
       prefix_cache: keep pages of requests that have ended, and share them with later ones that
         begin with the same tokens.

@@ -17,8 +17,10 @@ import numpy as np
 
 from jaxkv.cache import format_id, init_cache
 from jaxkv.engine.config import EngineConfig
+from jaxkv.engine.host import HostSide
 from jaxkv.engine.metrics import EngineMetrics, PoolState
 from jaxkv.engine.model import DecodeModel
+from jaxkv.engine.prompt_logprobs import book_prompt_logprobs
 from jaxkv.engine.request import (
     Completion,
     Delta,
@@ -41,16 +43,7 @@ from jaxkv.engine.step import (
     build_buffer,
 )
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.prefix import (
-    POLICIES,
-    Event,
-    Namespace,
-    PagePool,
-    PageTables,
-    Pins,
-    PrefixIndex,
-    pack,
-)
+from jaxkv.prefix import Event, Namespace, pack
 
 
 class Engine:
@@ -96,34 +89,11 @@ class Engine:
         self._detokenizer = detokenizer
         self.spec = plan_cache(model, self.config)
         self._cache = init_cache(self.spec)
-        self.pools = [PagePool(n) for n in self.spec.num_pages]
-        self._bytes_per_page = [self.spec.bytes_per_page(g) for g in range(len(self.pools))]
-        windows = [group.window for group in self.spec.groups]
-        sink_pages = [group.sink_pages for group in self.spec.groups]
-        self.index: PrefixIndex | None = None
-        self.pins: Pins | None = None
-        if self.config.prefix_cache:
-            policy = POLICIES[self.config.eviction]()
-            self.index = PrefixIndex(
-                self.pools,
-                self.config.page_size,
-                windows,
-                sink_pages,
-                policy=policy,
-                events=page_events,
-            )
-            self.pins = Pins(self.index)
         self.max_length = longest_sequence(model, self.config, self.spec)
-        self._tables = PageTables(
-            self.pools,
-            self.config.page_size,
-            max_sequences=self.config.max_sequences,
-            max_pages=-(-self.max_length // self.config.page_size),
-            windows=windows,
-            sink_pages=sink_pages,
-            index=self.index,
-            pins=self.pins,
-        )
+        host = HostSide.build(self.spec, self.config, self.max_length, page_events)
+        self.pools, self.index, self.pins = host.pools, host.index, host.pins
+        self._tables = host.tables
+        self._bytes_per_page = [self.spec.bytes_per_page(g) for g in range(len(self.pools))]
         self.shapes = ShapeTable.plan(
             self.config.max_sequences,
             self.config.token_budget,
@@ -419,7 +389,7 @@ class Engine:
 
     def _book(self, plan: StepPlan, result: StepResult, tokens: list[int]) -> list[Delta]:
         """Applies a step's result to its sequences."""
-        self._book_prompt_logprobs(plan, result)
+        book_prompt_logprobs(plan, result, self.steps)
         self._scheduler.advance(plan)
         sampled = result.sampled
         if plan.wants_logprobs:
@@ -456,27 +426,6 @@ class Engine:
         if reason is not None:
             self._finish(sequence, reason)
         return Delta(completion, (token,), text)
-
-    def _book_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        """Fills in the log-probabilities of the prompt tokens that follow computed ones."""
-        if all([sequence.completion.prompt_logprobs is None for sequence in plan.sequences]):
-            return
-        targets = np.zeros(result.hidden.shape[0], np.int32)
-        spans = []
-        row = 0
-        for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
-            first = sequence.num_computed + 1  # position of the first target
-            labels = sequence.request.prompt[first : first + num_tokens]
-            stored = sequence.completion.prompt_logprobs
-            if stored is not None and labels:
-                targets[row : row + len(labels)] = labels
-                spans.append((stored[first : first + len(labels)], row))
-            row += num_tokens
-        if not spans:
-            return
-        logprobs = self.steps.prompt_logprobs(result.hidden, targets)
-        for span, row in spans:
-            span[:] = logprobs[row : row + len(span)]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """The one place where a request ends."""

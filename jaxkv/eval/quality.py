@@ -173,7 +173,7 @@ def kv_ranges(
     """The largest magnitudes of K and V that a model makes of a text, by layer and head.
 
     Raises:
-      ValueError: no tokens, more than the model takes, or a head whose K or V is zero throughout.
+      ValueError: no tokens, more than the model takes, or a range that none can be (`KVRanges`).
     """
     if not tokens:
         raise ValueError("a text of one token at least is needed")
@@ -189,8 +189,6 @@ def kv_ranges(
         k, v = gather_dense(text.cache, layer, text.table)
         heads = [jnp.abs(x[0, : len(tokens)]).max(axis=(0, 2)) for x in (k, v)]
         largest.append(tuple(jnp.stack(heads, axis=1).reshape(-1).tolist()))
-    if not all(x > 0.0 for layer in largest for x in layer):
-        raise ValueError("a KV head that is zero throughout the text has no range")
     return KVRanges(tuple(largest))
 
 

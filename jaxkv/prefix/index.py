@@ -215,7 +215,8 @@ class PrefixIndex:
         self._policy.resume()
         if freed < num_pages and self.windows[group] is not None:
             for _, node in self.nodes():  # above pages in use, where no leaf can give
-                freed += self._sliding.let_go(node, group, node.num_pages, num_pages - freed)[0]
+                every = range(node.num_pages)
+                freed += self._sliding.let_go(node, group, every, num_pages - freed)[0]
         return freed
 
     def reset(self) -> None:

@@ -78,8 +78,12 @@ class SlidingGroups:
             if freed == num_pages:
                 break
             node = next(iter(queue))
-            behind = (node.end - window) // self._page_size - node.start // self._page_size
-            gone, held = self.let_go(node, group, behind, num_pages - freed, spare_sinks=True)
+            first = node.start // self._page_size
+            behind = range(
+                max(0, self.sink_pages[group] - first),
+                max(0, (node.end - window) // self._page_size - first),
+            )
+            gone, held = self.let_go(node, group, behind, num_pages - freed)
             freed += gone
             if held:
                 queue.move_to_end(node)
@@ -87,23 +91,20 @@ class SlidingGroups:
                 del queue[node]
         return freed
 
-    def let_go(
-        self, node: Node, group: int, behind: int, num_pages: int, *, spare_sinks: bool = False
-    ) -> tuple[int, bool]:
-        """Lets at most `num_pages` of a node's first `behind` pages go.
+    def let_go(self, node: Node, group: int, places: range, num_pages: int) -> tuple[int, bool]:
+        """Lets at most `num_pages` of a node's pages go, of those at some places.
 
         Returns:
           How many went, and whether others are held.
         """
-        pool, ids = self._pools[group], node.pages[group][: max(0, behind)]
-        sinks = self.sink_pages[group] - node.start // self._page_size if spare_sinks else 0
-        there = [place for place, page in enumerate(ids) if page and place >= sinks]
-        places = [place for place in there if not pool.is_held(ids[place])]
-        gone = places[:num_pages]
+        pool, ids = self._pools[group], node.pages[group]
+        there = [place for place in places if ids[place]]
+        unheld = [place for place in there if not pool.is_held(ids[place])]
+        gone = unheld[:num_pages]
         if gone:
             pool.drop([ids[place] for place in gone])
             self._set_pages(node, group, dict.fromkeys(gone, 0))
-        return len(gone), len(places) < len(there)
+        return len(gone), len(unheld) < len(there)
 
     def take_back(self, path: Sequence[Node], group: int, pages: dict[int, int]) -> None:
         """Keeps held pages, by their logical number, in nodes that had let theirs go."""

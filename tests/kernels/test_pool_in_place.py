@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Layout, Pages, copy_pages, ragged_paged_attention, write_pages
+from pallas_kernels import (
+    ChannelPages,
+    Layout,
+    Pages,
+    copy_pages,
+    ragged_paged_attention,
+    seal_pages,
+    write_pages,
+)
 from pallas_kernels.pages import LAYOUTS
 
 B, H, K, D, P, M = 4, 8, 2, 64, 16, 8
@@ -51,6 +59,31 @@ def test_a_step_over_a_donated_pool_aliases_it_and_holds_no_second_one(step, T, 
     compiled = jax.jit(step, donate_argnums=0).lower(pages, *arguments(step, T, dtype)).compile()
     memory = compiled.memory_analysis()
     pool_bytes = pages.kv.size * pages.kv.dtype.itemsize
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sealing_into_a_donated_pool_aliases_it_and_holds_no_second_one(layout):
+    """Both pools: the codes are written, the floats are read."""
+    shape = pool_shape(2048, layout)
+    exact = Pages(kv=jax.ShapeDtypeStruct(shape, jnp.bfloat16), layout=layout)
+    middle = (P, K) if layout == "token_major" else (K, P)
+    codes = jax.ShapeDtypeStruct((2048, *middle, D // 2), jnp.uint8)
+    pages = ChannelPages(
+        k=codes,
+        v=codes,
+        k_parameters=jax.ShapeDtypeStruct((2048, K, 2, D), jnp.float16),
+        v_parameters=jax.ShapeDtypeStruct((2048, *middle, 2 * D // 32), jnp.float16),
+        layout=layout,
+    )
+    compiled = (
+        jax.jit(seal_pages, donate_argnums=0)
+        .lower(pages, exact, int32(8), int32(8), jax.ShapeDtypeStruct((), jnp.int32))
+        .compile()
+    )
+    memory = compiled.memory_analysis()
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in pages.paged.values())
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 4
 

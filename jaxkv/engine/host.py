@@ -1,0 +1,63 @@
+"""The host side of a cache: who holds which page, which prefixes are known, the page tables.
+
+One object a cache, put together from a spec and a config. Not here: what any of it does
+(`jaxkv.prefix`), nor who asks for it (`scheduler`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxkv.cache import CacheSpec
+from jaxkv.engine.config import EngineConfig
+from jaxkv.prefix import POLICIES, Event, PagePool, PageTables, Pins, PrefixIndex
+
+
+@dataclass(frozen=True)
+class HostSide:
+    """Attributes:
+    pools: page pool of each layer group.
+    index: of cached prefixes; None where the config switches it off.
+    pins: prefixes that stay in it; None as well.
+    tables: a row of pages for each running sequence.
+    """
+
+    pools: list[PagePool]
+    index: PrefixIndex | None
+    pins: Pins | None
+    tables: PageTables
+
+    @classmethod
+    def build(
+        cls,
+        spec: CacheSpec,
+        config: EngineConfig,
+        max_length: int,
+        page_events: Callable[[Event], None] | None,
+    ) -> "HostSide":
+        """Books in which all pages are free.
+
+        Args:
+          spec: of the cache.
+          config: sizes and choices.
+          max_length: tokens of the longest sequence.
+          page_events: called with each page that the index stores or lets go.
+        """
+        P, pools = spec.page_size, [PagePool(n) for n in spec.num_pages]
+        windows = [group.window for group in spec.groups]
+        sink_pages = [group.sink_pages for group in spec.groups]
+        index = pins = None
+        if config.prefix_cache:
+            policy = POLICIES[config.eviction]()
+            index = PrefixIndex(pools, P, windows, sink_pages, policy=policy, events=page_events)
+            pins = Pins(index)
+        tables = PageTables(
+            pools,
+            P,
+            max_sequences=config.max_sequences,
+            max_pages=-(-max_length // P),
+            windows=windows,
+            sink_pages=sink_pages,
+            index=index,
+            pins=pins,
+        )
+        return cls(pools, index, pins, tables)

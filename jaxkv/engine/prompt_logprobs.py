@@ -1,0 +1,35 @@
+"""Log-probabilities of prompt tokens, for the requests that ask for them.
+
+A row's hidden state gives the distribution of the token after it, so that a chunk of a prompt fills
+in those of its tokens and of the first one behind it.
+"""
+
+import numpy as np
+
+from jaxkv.engine.scheduler import StepPlan
+from jaxkv.engine.step import StepFunctions, StepResult
+
+
+def book_prompt_logprobs(plan: StepPlan, result: StepResult, steps: StepFunctions) -> None:
+    """Fills in the log-probabilities of the prompt tokens that follow those of a step.
+
+    Called before the plan's sequences have advanced.
+    """
+    if all([sequence.completion.prompt_logprobs is None for sequence in plan.sequences]):
+        return
+    targets = np.zeros(result.hidden.shape[0], np.int32)
+    spans = []
+    row = 0
+    for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
+        first = sequence.num_computed + 1  # position of the first target
+        labels = sequence.request.prompt[first : first + num_tokens]
+        stored = sequence.completion.prompt_logprobs
+        if stored is not None and labels:
+            targets[row : row + len(labels)] = labels
+            spans.append((stored[first : first + len(labels)], row))
+        row += num_tokens
+    if not spans:
+        return
+    logprobs = steps.prompt_logprobs(result.hidden, targets)
+    for span, row in spans:
+        span[:] = logprobs[row : row + len(span)]
