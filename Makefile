@@ -39,10 +39,10 @@ demo: $(READY) ## hold a conversation of five turns with SmolLM2-135M (fetched o
 	@$(RUN) scripts chat --demo
 
 test: $(READY) ## run the tests, but for the slow ones
-	@$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+	@$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(READY) ## run every test
-	@$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(READY) ## lint, formatting, types, and which package may import which
 	$(RUN) -m ruff check .

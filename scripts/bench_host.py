@@ -15,7 +15,8 @@ insert, extend by its answer, and finish. Costs are CPU time of the thread, per 
   W3      5,000 prompts that share nothing
   W4      a trace of hashed blocks, as Mooncake published theirs (needs --trace)
   W5      one allocation that evicts, from a full pool of --leaves cached sequences
-  W6      one decode step of 64 sequences
+  W6      the tables of one decode step of 64 sequences
+  step    all of such a step in the engine but the jitted call; wall time
   growth  one match, among 1,000, 10,000 and 100,000 cached conversations
 """
 
@@ -37,7 +38,7 @@ from scripts import console
 VOCAB = 128_000
 LONGEST = 16_384  # tokens of a prompt
 OPS = ("prep", "match", "alloc", "insert", "extend", "finish")
-WORKLOADS = ("W1", "W1g", "W2", "W2f", "W3", "W4", "W5", "W6", "growth")
+WORKLOADS = ("W1", "W1g", "W2", "W2f", "W3", "W4", "W5", "W6", "step", "growth")
 
 Result = dict[str, Any]
 Requests = Iterator[tuple[list[int], list[int]]]  # prompt, answer
@@ -67,6 +68,8 @@ def main(argv: list[str]) -> int:
             result |= eviction(args.page, args.leaves)
         elif name == "W6":
             result |= decoding(args.page)
+        elif name == "step":
+            result |= engine_step(args.page)
         elif name == "growth":
             result |= growth(args.page)
         else:
@@ -315,15 +318,13 @@ def decoding(page_size: int) -> Result:
         host.match(request)
         host.alloc(request)
         host.insert(request)
-    rows = np.array([request.row for request in requests])
-    lengths = np.full(batch, 1_024)
+    rows = [request.row for request in requests]
     tokens = np.zeros((batch, num_steps), np.int32)
     sampled = [_tokens(rng, batch) for _ in range(num_steps)]
 
     def step(number: int) -> None:
         tokens[:, number] = sampled[number]
-        np.add(lengths, 1, out=lengths)
-        host.tables.grow_lacking(rows, lengths)
+        host.tables.grow_lacking(rows, [1_025 + number] * batch)
 
     seconds = [_cpu_seconds(step, number) for number in range(num_steps)]
     check_integrity(host.index, host.tables)
@@ -333,6 +334,15 @@ def decoding(page_size: int) -> Result:
         | _spread(seconds, "step_us_p50", "step_us_p95", "step_us_max")
         | {"us_per_req_step": round(mean / batch, 3)}
     )
+
+
+def engine_step(page_size: int) -> Result:
+    """Decode steps of 64 sequences through an engine."""
+    from scripts.bench_host_step import step_seconds  # jax: not for --help
+
+    batch = 64
+    seconds = step_seconds(page_size, batch)
+    return {"batch": batch} | _spread(seconds, "step_us_p50", "step_us_p95", "step_us_max")
 
 
 def growth(page_size: int) -> Result:

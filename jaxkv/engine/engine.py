@@ -110,7 +110,7 @@ class Engine:
             model, backend=self.config.backend, deterministic=self.config.deterministic
         )
         self.steps.check(model, self.config.backend, self.config.deterministic)
-        self._used_shapes: set[StepShape] = set()
+        self._layouts: dict[StepShape, StepLayout] = {}  # of the shapes that were run
         self._sampling = SamplingRows(self.config.max_sequences, model.vocab_size)
         self._sequences: dict[int, Sequence] = {}
         self._parked: dict[int, list[Delta]] = {}  # of the requests of open streams
@@ -228,17 +228,11 @@ class Engine:
         self.metrics.peak_kv_bytes = max(self.metrics.peak_kv_bytes, self.kv_bytes_held)
         if plan.copies:
             self._cache = self.steps.copy(self._cache, plan.copies, self.config.max_sequences)
-        shape = self.shapes.fit(plan)
-        self._used_shapes.add(shape)
-        layout = StepLayout(
-            shape=shape,
-            num_groups=len(self.pools),
-            max_pages=self._tables.pages[0].shape[1],
-        )
+        layout = self._layout(self.shapes.fit(plan))
         for sequence in plan.started:
             self._sampling.set(sequence.row, sequence.request.sampling)
         buffer = build_buffer(plan, layout, self._tables, self._sampling.controls)
-        seen = self._sampling.seen([s.seen for s in plan.sequences], shape.num_sequences)
+        seen = self._sampling.seen(plan.seen, layout.shape.num_sequences)
         launched = time.perf_counter()
         result, self._cache = self.steps.run(self._cache, buffer, seen, layout)
         tokens = np.asarray(result.sampled.token).tolist()  # waits for the step
@@ -394,38 +388,37 @@ class Engine:
         sampled = result.sampled
         if plan.wants_logprobs:
             sampled = jax.device_get(sampled)
+        now = time.perf_counter()
         deltas = []
-        for row, sequence in enumerate(plan.sequences):
+        for row, (sequence, token) in enumerate(zip(plan.sequences, tokens, strict=False)):
             if sequence.num_uncomputed:
                 continue
-            if len(sequence.tokens) >= sequence.max_tokens:  # no answer was asked for
+            completion = sequence.completion
+            if not sequence.request.max_new_tokens:  # no answer was asked for
                 self._finish(sequence, FinishReason.LENGTH)
-                deltas.append(Delta(sequence.completion, (), ""))
+                deltas.append(Delta(completion, (), ""))
                 continue
-            if sequence.request.logprobs is not None:
-                self._book_logprob(sequence, row, sampled)
-            if sequence.request.keep_logits:
-                sequence.completion.logits.append(np.array(result.logits[row]))
-            deltas.append(self._book_token(sequence, tokens[row]))
-            self.metrics.generated_tokens += 1
+            if sequence.is_reported:
+                self._report(sequence, row, sampled, result.logits)
+            if completion.first_token_seconds is None:
+                completion.first_token_seconds = now - sequence.submitted
+            text, reason = sequence.append(token)
+            if reason is not None:
+                self._finish(sequence, reason)
+            deltas.append(Delta(completion, (token,), text))
+        self.metrics.generated_tokens += sum([len(delta.tokens) for delta in deltas])
         return deltas
 
-    def _book_logprob(self, sequence: Sequence, row: int, sampled: Sampled) -> None:
-        n = sequence.request.logprobs
-        top_tokens, top_logprobs = sampled.top_tokens[row, :n], sampled.top_logprobs[row, :n]
-        top = tuple(zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True))
-        logprob = TokenLogprob(int(sampled.token[row]), float(sampled.logprob[row]), top)
-        sequence.completion.logprobs.append(logprob)
-
-    def _book_token(self, sequence: Sequence, token: int) -> Delta:
-        """Adds a token and its text, and ends the sequence where it must."""
-        completion = sequence.completion
-        if completion.first_token_seconds is None:
-            completion.first_token_seconds = time.perf_counter() - sequence.submitted
-        text, reason = sequence.append(token)
-        if reason is not None:
-            self._finish(sequence, reason)
-        return Delta(completion, (token,), text)
+    def _report(self, sequence: Sequence, row: int, sampled: Sampled, logits: jax.Array) -> None:
+        """Adds what a request wants to know of a token, besides the token."""
+        n, completion = sequence.request.logprobs, sequence.completion
+        if n is not None:
+            top_tokens, top_logprobs = sampled.top_tokens[row, :n], sampled.top_logprobs[row, :n]
+            top = tuple(zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True))
+            logprob = TokenLogprob(int(sampled.token[row]), float(sampled.logprob[row]), top)
+            completion.logprobs.append(logprob)
+        if sequence.request.keep_logits:
+            completion.logits.append(np.array(logits[row]))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """The one place where a request ends."""
@@ -447,16 +440,24 @@ class Engine:
                 return [Delta(sequence.completion, (), "")]
         return []
 
+    def _layout(self, shape: StepShape) -> StepLayout:
+        if shape not in self._layouts:
+            self._layouts[shape] = StepLayout(
+                shape=shape,
+                num_groups=len(self.pools),
+                max_pages=self._tables.pages[0].shape[1],
+            )
+        return self._layouts[shape]
+
     def _count(self, plan: StepPlan, seconds: float) -> None:
         metrics = self.metrics
-        is_prefill = plan.total_tokens > len(plan.sequences)
-        metrics.add_step(plan.total_tokens, seconds, is_prefill=is_prefill)
+        metrics.add_step(plan.total_tokens, seconds, is_prefill=not plan.is_decode)
         for sequence in plan.started:
             if not sequence.was_preempted:
                 metrics.prompt_tokens += len(sequence.tokens)
                 metrics.cached_tokens += sequence.completion.cached_tokens
         metrics.copied_pages += len(plan.copies)
         metrics.num_preemptions = self._scheduler.num_preemptions
-        metrics.step_shapes = len(self._used_shapes)
+        metrics.step_shapes = len(self._layouts)
         if self.index is not None:
             metrics.evicted_pages = self.index.counters.evicted_pages

@@ -15,7 +15,8 @@ def book_prompt_logprobs(plan: StepPlan, result: StepResult, steps: StepFunction
 
     Called before the plan's sequences have advanced.
     """
-    if all([sequence.completion.prompt_logprobs is None for sequence in plan.sequences]):
+    prompts = [sequence for sequence in plan.sequences if sequence.in_prompt]
+    if all(sequence.completion.prompt_logprobs is None for sequence in prompts):
         return
     targets = np.zeros(result.hidden.shape[0], np.int32)
     spans = []

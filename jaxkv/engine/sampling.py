@@ -4,7 +4,6 @@ Pure functions. What no row of a batch asks for is skipped at run time, so that 
 serves greedy and sampled requests alike.
 """
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import jax
@@ -79,17 +78,16 @@ class SamplingRows:
         """A row is a new sequence's."""
         self.controls[row] = pack_controls(params)
 
-    def seen(self, masks: Seq[np.ndarray | None], num_rows: int) -> jax.Array | np.ndarray:
-        """`[num_rows, ceil(V / 8)]` uint8, the tokens that each sequence has seen, where it asks
-        for a penalty."""
-        if all([mask is None for mask in masks]):
+    def seen(self, masks: dict[int, np.ndarray], num_rows: int) -> jax.Array | np.ndarray:
+        """`[num_rows, ceil(V / 8)]` uint8, the tokens that each row's sequence has seen, where it
+        asks for a penalty and is among `masks`."""
+        if not masks:
             if num_rows not in self._nothing_seen:
                 self._nothing_seen[num_rows] = jnp.zeros((num_rows, self._width), jnp.uint8)
             return self._nothing_seen[num_rows]
         bits = np.zeros((num_rows, self._width), np.uint8)
-        for row, mask in enumerate(masks):
-            if mask is not None:
-                bits[row] = mask
+        for row, mask in masks.items():
+            bits[row] = mask
         return bits
 
 

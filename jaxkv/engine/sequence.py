@@ -1,7 +1,7 @@
 """A request on its way through the engine."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,7 +15,8 @@ class Sequence:
     """A request, its tokens, and the row of the page tables that holds the computed ones.
 
     Tokens `[0, num_computed)` have K and V in pages; the rest are still to be computed. A sequence
-    is decoding when exactly one is left, and it is running while it has a row.
+    is decoding when exactly one is left, and it is running while it has a row. What a decode step
+    asks of every sequence is a field, not a property: it has to be quick.
 
     Attributes:
       request: what was asked.
@@ -29,7 +30,10 @@ class Sequence:
       fork_of: a sequence that begins with the same `fork_at` tokens, to share pages with once
         they are computed; None where there is none.
       row: of the page tables; None while it waits.
-      num_computed: tokens with K and V in the row's pages.
+      num_uncomputed: tokens that the next steps must compute.
+      num_found: tokens that were computed already when the row was taken.
+      in_prompt: some of the prompt is not computed.
+      is_reported: more is wanted of each token than the token.
       sources: in each group the page to copy onto the row's next one, before the next step.
       stepwise: it pauses after each token.
       paused: it takes no part in steps until it is resumed.
@@ -48,27 +52,29 @@ class Sequence:
     fork_of: "Sequence | None" = None
     fork_at: int = 0
     row: int | None = None
-    num_computed: int = 0
+    num_uncomputed: int = field(init=False)
+    num_found: int = 0
+    in_prompt: bool = True
+    is_reported: bool = field(init=False)
     sources: tuple[int, ...] = ()
     stepwise: bool = False
     paused: bool = False
     was_preempted: bool = False
     arrival: int = 0
 
+    def __post_init__(self) -> None:
+        self.num_uncomputed = len(self.tokens)
+        self.is_reported = self.request.logprobs is not None or self.request.keep_logits
+
     @property
-    def num_uncomputed(self) -> int:
-        """Tokens that the next steps must compute."""
-        return len(self.tokens) - self.num_computed
+    def num_computed(self) -> int:
+        """Tokens with K and V in the row's pages."""
+        return len(self.tokens) - self.num_uncomputed
 
     @property
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
         return self.completion.prompt_tokens
-
-    @property
-    def is_decoding(self) -> bool:
-        """One token is left to compute, the last one, and it may be."""
-        return self.num_computed + 1 == len(self.tokens) and not self.paused
 
     @property
     def is_finished(self) -> bool:
@@ -79,6 +85,18 @@ class Sequence:
     def reads_cache(self) -> bool:
         """It may start from cached pages; not where each prompt token's logits are wanted."""
         return not self.request.prompt_logprobs
+
+    def start(self, row: int, num_found: int, sources: tuple[int, ...]) -> None:
+        """Takes a row that has the first `num_found` tokens already."""
+        self.row, self.num_found, self.sources = row, num_found, sources
+        self.num_uncomputed = len(self.tokens) - num_found
+        self.in_prompt = num_found < self.num_prompt
+
+    def stop(self) -> None:
+        """Gives up the row, and with it what was computed."""
+        self.completion.computed_tokens += self.num_computed - self.num_found
+        self.row, self.num_found, self.sources = None, 0, ()
+        self.num_uncomputed = len(self.tokens)
 
     def packed(self, num_tokens: int) -> bytes:
         """The first `num_tokens` tokens as the prefix index takes them."""
@@ -92,6 +110,7 @@ class Sequence:
         """
         self.tokens.append(token)
         self.completion.tokens.append(token)
+        self.num_uncomputed += 1
         self.paused = self.stepwise
         if self.seen is not None:
             mark_seen(self.seen, [token])

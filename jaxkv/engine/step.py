@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise, starmap
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from jaxkv.engine.sampling import (
     SamplingInputs,
     sample,
 )
-from jaxkv.engine.scheduler import PageCopy, StepPlan
+from jaxkv.engine.scheduler import PageCopy, StepPlan, int32
 from jaxkv.prefix import PageTables
 
 DETERMINISTIC_ROWS = 64
@@ -113,7 +114,7 @@ class ShapeTable:
     def fit(self, plan: StepPlan) -> StepShape:
         """The smallest shape that holds a plan."""
         num_sequences, num_tokens = len(plan.sequences), plan.total_tokens
-        if self.decode and num_tokens == num_sequences:
+        if self.decode and plan.is_decode:
             size = next(size for size in self.decode if size >= num_sequences)
             return StepShape(num_tokens=size, num_sequences=size, query_tile=1)
         return StepShape(
@@ -143,8 +144,7 @@ class StepLayout:
     @property
     def size(self) -> int:
         """Entries of the buffer."""
-        T, B = self.shape.num_tokens, self.shape.num_sequences
-        return T + B + (B + 1) + B * NUM_CONTROLS + 1 + self.num_groups * B * self.max_pages
+        return self._spans[-1][1].stop
 
     def split(self, buffer: Any) -> dict[str, Any]:
         """The parts of a buffer `[size]`, views or traced slices.
@@ -153,6 +153,10 @@ class StepLayout:
           tokens `[T]`, kv_lens `[B]`, query_starts `[B + 1]`, controls `[B, NUM_CONTROLS]` of
           sampling, want_top `[1]`, page_tables `[num_groups, B, M]`.
         """
+        return {name: buffer[span].reshape(shape) for name, span, shape in self._spans}
+
+    @cached_property
+    def _spans(self) -> list[tuple[str, slice, tuple[int, ...]]]:
         T, B = self.shape.num_tokens, self.shape.num_sequences
         shapes = {
             "tokens": (T,),
@@ -162,12 +166,11 @@ class StepLayout:
             "want_top": (1,),
             "page_tables": (self.num_groups, B, self.max_pages),
         }
-        parts, start = {}, 0
-        for name, shape in shapes.items():
-            end = start + math.prod(shape)
-            parts[name] = buffer[start:end].reshape(shape)
-            start = end
-        return parts
+        ends = list(accumulate(map(math.prod, shapes.values()), initial=0))
+        spans = starmap(slice, pairwise(ends))
+        return [
+            (name, span, shape) for span, (name, shape) in zip(spans, shapes.items(), strict=True)
+        ]
 
 
 def build_buffer(
@@ -187,15 +190,10 @@ def build_buffer(
     buffer = np.zeros(layout.size, np.int32)
     parts = layout.split(buffer)
     n = len(plan.sequences)
-    spans = [
-        (sequence, sequence.num_computed, sequence.num_computed + num_tokens)
-        for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True)
-    ]
-    tokens = b"".join([sequence.tokens[start:end] for sequence, start, end in spans])
-    rows, lengths = plan.rows, [end for _, _, end in spans]
-    parts["tokens"][: plan.total_tokens] = np.frombuffer(tokens, np.int32)
+    rows, lengths = plan.rows, plan.lengths
+    parts["tokens"][: plan.total_tokens] = plan.tokens()
     parts["kv_lens"][:n] = lengths
-    parts["query_starts"][1 : n + 1] = list(accumulate(plan.num_tokens))
+    parts["query_starts"][1 : n + 1] = int32(accumulate(plan.num_tokens))
     parts["query_starts"][n + 1 :] = plan.total_tokens
     parts["controls"][:n] = controls[rows]
     parts["controls"][:n, POSITION] = lengths  # of a whole sequence; others draw nothing

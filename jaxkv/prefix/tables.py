@@ -24,7 +24,7 @@ from jaxkv.prefix.node import TOKEN, Namespace
 from jaxkv.prefix.pins import Pins
 from jaxkv.prefix.pool import OutOfPages, PagePool
 
-Rows = NDArray[np.intp]
+Rows = NDArray[np.integer]
 Lengths = NDArray[np.integer]
 
 
@@ -123,36 +123,36 @@ class PageTables:
         self.num_pages[row] = len(held[0])
         return match.num_tokens, match.sources
 
-    def lacking(self, rows: Rows, num_tokens: Lengths) -> Rows:
-        """Places in `rows` whose row has no slot yet for its number of tokens."""
-        return (num_tokens > self.num_pages[rows] * self.page_size).nonzero()[0]
-
-    def grow_lacking(self, rows: Rows, num_tokens: Lengths) -> Rows:
+    def grow_lacking(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
         """Gives a page to each row that lacks a slot for its next token, to all or to none.
 
         A decode step's way: at once what `grow` does row by row.
 
+        Args:
+          rows: open rows.
+          num_tokens: of each row, its tokens, the next one included.
+
         Returns:
           Places in `rows` that lack a slot still: none of them, or all where pages run out.
         """
-        lacking = self.lacking(rows, num_tokens)
-        if not len(lacking):
-            return lacking
-        chosen = rows[lacking]
-        places = self.num_pages[chosen]
+        P, held = self.page_size, [self._held[row] or self._held_by(row) for row in rows]
+        places = zip(held, num_tokens, strict=True)
+        lacking = [i for i, (groups, n) in enumerate(places) if len(groups[0]) * P < n]
         try:
             for g, pool in enumerate(self.pools):
-                if len(chosen) > pool.num_free:
-                    self._make_free(g, len(chosen))
+                if len(lacking) > pool.num_free:
+                    self._make_free(g, len(lacking))
         except OutOfPages:
             return lacking
         for g, pool in enumerate(self.pools):
-            taken = pool.acquire(len(chosen))
-            self.pages[g][chosen, places] = taken
-            for row, page in zip(chosen.tolist(), taken, strict=True):
-                self._held_by(row)[g].append(page)
-        self.num_pages[chosen] = places + 1
-        return lacking[:0]
+            table = self.pages[g]
+            for i, page in zip(lacking, pool.acquire(len(lacking)), strict=True):
+                ids = held[i][g]
+                table[rows[i], len(ids)] = page
+                ids.append(page)
+        for i in lacking:
+            self.num_pages[rows[i]] += 1
+        return []
 
     def grow(self, row: int, num_tokens: int) -> None:
         """Takes pages until a row has a slot for each of its tokens, in every group or in none.

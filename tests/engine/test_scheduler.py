@@ -89,8 +89,8 @@ class World:
         self.scheduler.advance(plan)
         for sequence in plan.sequences:
             if not sequence.num_uncomputed:
-                sequence.tokens.append(0)
-                if len(sequence.tokens) >= sequence.max_tokens:
+                _, reason = sequence.append(0)
+                if reason is not None:
                     self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -151,12 +151,9 @@ def test_no_more_sequences_run_than_the_limit():
 
 
 def test_the_one_that_came_last_gives_up_its_pages_and_starts_again():
-    world = World(pages=(5,))
-    first, second, third = world.submit(8, 9), world.submit(7, 9), world.submit(3, 9)
-    world.scheduler.plan()  # takes all five pages: 2, 2 and 1
-    for sequence in (first, second, third):
-        sequence.num_computed = len(sequence.tokens)
-        sequence.tokens.append(0)
+    world = World(pages=(5,), budget=32)
+    _, _, third = world.submit(8, 9), world.submit(7, 9), world.submit(3, 9)
+    world.step()  # takes all five pages: 2, 2 and 1
     plan = world.scheduler.plan()  # the first needs a third page
     assert world.shares(plan) == [(8, 1), (7, 1)]
     assert world.scheduler.num_preemptions == 1

@@ -39,7 +39,9 @@ class Bag:
 
 def plan_of(*num_tokens: int) -> StepPlan:
     nobody: Any = None  # a shape depends on the numbers alone
-    return StepPlan(sequences=(nobody,) * len(num_tokens), num_tokens=num_tokens)
+    unused = np.zeros(len(num_tokens), np.int32)
+    sequences = (nobody,) * len(num_tokens)
+    return StepPlan(sequences=sequences, num_tokens=num_tokens, rows=unused, lengths=unused)
 
 
 @given(smallest=SIZES, extra=st.integers(0, 100000))

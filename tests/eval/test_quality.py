@@ -36,7 +36,8 @@ def test_the_full_cache_is_no_distance_from_itself_and_scores_as_the_engine(tiny
     np.testing.assert_allclose(found["f32"].stderr, loss.std() / np.sqrt(74), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "kivi2_r9_s1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "kivi2_r9_s1"])
 def test_chunks_of_any_size_measure_the_same(tiny: Tiny, name):
     formats = {name: choose_formats(name, tiny.model.layers)}
     whole, parts = (

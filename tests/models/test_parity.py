@@ -140,7 +140,7 @@ def continued(
     return completions
 
 
-SOME = ("chat_1turn", "english_600", "short")  # enough to cross a window, and soon done
+SOME = ("chat_1turn", "english_600")  # enough to cross a window, and soon done
 REAL = [
     *(pytest.param(name, 16, 64, SOME, id=f"{name}-some") for name in ("smollm2", "gemma3")),
     *(

@@ -48,17 +48,15 @@ def test_growing_to_what_a_row_has_takes_nothing():
 
 def test_a_batch_grows_at_once_or_not_at_all():
     tables = bare(6, 7)
-    rows = np.array([tables.open() for _ in range(3)])
+    rows = [tables.open() for _ in range(3)]
     for row, length in zip(rows, (8, 3, 16), strict=True):
-        tables.grow(int(row), length)
-    lengths = np.array([8, 3, 16]) + 1
-    assert tables.lacking(rows, lengths).tolist() == [0, 2]
+        tables.grow(row, length)
     before = [table.copy() for table in tables.pages]
-    assert tables.grow_lacking(rows, lengths).tolist() == [0, 2]  # one page is left
+    assert tables.grow_lacking(rows, [9, 4, 17]) == [0, 2]  # one page is left
     for table, old in zip(tables.pages, before, strict=True):
         np.testing.assert_array_equal(table, old)
-    tables.close(int(rows[1]))
-    assert tables.grow_lacking(rows[[0, 2]], lengths[[0, 2]]).tolist() == []
+    tables.close(rows[1])
+    assert tables.grow_lacking([rows[0], rows[2]], [9, 17]) == []
     assert tables.num_pages[rows].tolist() == [2, 0, 3]
     tables.holdings()  # lists and arrays agree
     assert [pool.num_held for pool in tables.pools] == [5, 5]

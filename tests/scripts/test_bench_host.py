@@ -63,10 +63,11 @@ def test_eviction_and_decoding_have_rows_of_their_own(run):
     row = json.loads(out)
     assert row["leaves"] == 50
     assert 0 < row["alloc_with_evict_us_p50"] <= row["p95"] <= row["max"]
-    _, out, _ = run("--workload", "W6", "--json")
-    row = json.loads(out)
-    assert 0 < row["step_us_p50"] <= row["step_us_max"]
-    assert row["batch"] == 64
+    for workload in ("W6", "step"):
+        _, out, _ = run("--workload", workload, "--json")
+        row = json.loads(out)
+        assert 0 < row["step_us_p50"] <= row["step_us_max"]
+        assert row["batch"] == 64
 
 
 def test_without_json_the_rows_are_for_people(run):
