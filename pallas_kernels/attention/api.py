@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import reference, xla
+from pallas_kernels.attention import mosaic_tpu, reference, xla
 from pallas_kernels.attention.options import AttentionOptions, KeyPart
 from pallas_kernels.attention.ragged import Ragged
 from pallas_kernels.checks import FLOATS, check_pages, require, require_array
@@ -19,8 +19,9 @@ from pallas_kernels.quantised_pages import AnyPages
 BACKENDS = {
     "reference": reference.ragged_paged_attention,
     "xla": xla.ragged_paged_attention,
+    "mosaic_tpu": mosaic_tpu.ragged_paged_attention,
 }
-PREFERENCE = {platform: ("xla",) for platform in ("cpu", "gpu", "tpu")}
+PREFERENCE = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
 
 
 def ragged_paged_attention(
@@ -61,11 +62,12 @@ def ragged_paged_attention(
       window: keys a query sees, itself included: those at positions > p - window.
       sinks: `[H]` float32, one more logit a head in the softmax's denominator.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, before masks and sinks.
-      query_tile: rows that the `xla` backend works on together. None picks by T and B; a fixed
-        value of 64 or more makes a row's bits independent of what else is in the batch.
+      query_tile: rows that a backend works on together. None picks by T and B; a fixed value of
+        64 or more makes a row's bits independent of what else is in the batch.
       keys: the part of the keys that this call takes; None takes all. See `KeyPart`.
       return_lse: also return the log of the softmax's denominator (sink included).
-      backend: `reference`, `xla`, or None for the best on this platform.
+      backend: `reference`, `xla`, `mosaic_tpu` (see its `refusal` for what it takes), or None for
+        the best on this platform that takes these arrays.
 
     Returns:
       `out [T, H, D]` in q's dtype, accumulated in float32; with `return_lse` also `lse [T, H]`
@@ -73,14 +75,16 @@ def ragged_paged_attention(
       there is one); a padding row has out 0 and lse -inf.
 
     Raises:
-      ValueError: a shape, dtype or size that does not fit, naming the dimension.
+      ValueError: a shape, dtype or size that does not fit, naming the dimension, or that the named
+        backend does not take.
     """
     _check_arrays(q, pages, page_table, kv_lens, query_starts, sinks)
     _check_options(scale, window, soft_cap, query_tile, keys)
     options = AttentionOptions(
         scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile, keys=keys
     )
-    run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend)
+    refusals = {"mosaic_tpu": mosaic_tpu.refusal(q, pages, page_table, options)}
+    run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend, refusals)
     ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts)
     out, lse = run(q, pages, page_table, ragged, sinks, options)
     return (out, lse) if return_lse else out

@@ -48,7 +48,7 @@ class AttentionOptions:
       scale: factor on q.k.
       window: keys a query sees, itself included; None sees all.
       soft_cap: bound on the logits; None leaves them.
-      query_tile: rows that the `xla` backend works on together; None picks by T and B.
+      query_tile: rows that a backend works on together; None picks by T and B.
       keys: the part of the keys that is seen; None sees all.
     """
 

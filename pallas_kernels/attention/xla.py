@@ -16,13 +16,13 @@ Not here: checks of the arguments (`api`).
 """
 
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.ragged import PADDING, Ragged, owner
+from pallas_kernels.attention.ragged import PADDING, Ragged
+from pallas_kernels.attention.tiles import Tiles
 from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.quantised_pages import AnyPages
 
@@ -45,7 +45,7 @@ def ragged_paged_attention(
     T, H, D = q.shape
     B, K = page_table.shape[0], pages.num_kv_heads
     tile = options.query_tile or (1 if T <= B else 64)
-    tiles = _Tiles.plan(ragged, T, tile, options)
+    tiles = Tiles.plan(ragged, T, tile, options)
     # Many-row tiles come in groups of one shape whatever T and B are: the bits of a product, and of
     # the sums that XLA fuses behind it, depend on its shape.
     group = max(1, GROUP_ROWS // tile) if tile > 1 else min(tiles.count, GROUP_DECODE)
@@ -73,76 +73,12 @@ def ragged_paged_attention(
     else:
         outputs = jax.lax.fori_loop(0, live, attend_group, outputs)
 
-    seq, position = ragged.rows(T)
-    # The row's place among its sequence's queries.
-    place = jnp.arange(T, dtype=jnp.int32) - ragged.query_starts[seq]
-    index = jnp.clip(tiles.starts[seq] + place // tile, 0, tiles.count - 1), place % tile
+    _, position = ragged.rows(T)
+    index = tiles.place_of(ragged, T, tile)
     out, lse = (x[index[0], :, index[1]].reshape(T, H, *x.shape[4:]) for x in outputs)
     padding = position == PADDING
     out = jnp.where(padding[:, None, None], 0.0, out)
     return out.astype(q.dtype), jnp.where(padding[:, None], -jnp.inf, lse)
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """Tiles of query rows, or a group of them.
-
-    Attributes:
-      count: static number of tiles, the most that T rows of B sequences can need.
-      num_live: int32 scalar, tiles in use; they come first.
-      starts: `[B + 1]` int32, first tile of each sequence.
-      seq: `[count]` int32, the sequence; 0..B-1.
-      first_row: `[count]` int32, first row.
-      low, high: `[count]` int32, keys [low, high) hold all that any row of the tile sees;
-        empty for a tile that is not in use.
-    """
-
-    count: int
-    num_live: jax.Array
-    starts: jax.Array
-    seq: jax.Array
-    first_row: jax.Array
-    low: jax.Array
-    high: jax.Array
-
-    @classmethod
-    def plan(cls, ragged: Ragged, T: int, tile: int, options: AttentionOptions) -> "_Tiles":
-        B = ragged.kv_lens.shape[0]
-        count = T if tile == 1 else min(T, T // tile + B)
-        query_lens = ragged.query_starts[1:] - ragged.query_starts[:-1]
-        ends = jnp.cumsum(-(-query_lens // tile), dtype=jnp.int32)
-        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-        index = jnp.arange(count, dtype=jnp.int32)
-        seq = owner(starts, index)
-        live = seq < B
-        seq = jnp.minimum(seq, B - 1)
-        first_row = ragged.query_starts[seq] + (index - starts[seq]) * tile
-        end_row = jnp.minimum(first_row + tile, ragged.query_starts[seq + 1])
-        offset = ragged.kv_lens[seq] - ragged.query_starts[seq + 1]  # position minus row
-        high = jnp.where(live, jnp.maximum(offset + end_row, 0), 0)
-        low = jnp.zeros_like(high)
-        if options.window is not None:
-            low = jnp.clip(offset + first_row - options.window + 1, 0, high)
-        if options.keys is not None:
-            high = jnp.minimum(high, options.keys.bounds(offset + end_row - 1)[1])
-            low = jnp.minimum(jnp.maximum(low, options.keys.bounds(offset + first_row)[0]), high)
-        return cls(count, starts[-1], starts, seq, first_row, low, high)
-
-    def group(self, start: jax.Array | int, size: int) -> "_Tiles":
-        """Tiles `[start, start + size)`; those past `count` are empty."""
-
-        def cut(x: jax.Array) -> jax.Array:
-            return x.at[start + jnp.arange(size, dtype=jnp.int32)].get(mode="fill", fill_value=0)
-
-        return _Tiles(
-            size,
-            self.num_live,
-            self.starts,
-            cut(self.seq),
-            cut(self.first_row),
-            cut(self.low),
-            cut(self.high),
-        )
 
 
 def _walk_chunks(
@@ -150,7 +86,7 @@ def _walk_chunks(
     position: jax.Array,
     pages: AnyPages,
     table: jax.Array,
-    tiles: _Tiles,
+    tiles: Tiles,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Online softmax of a group of tiles over all chunks that they see.
@@ -205,7 +141,7 @@ def _walk_chunks(
 
 
 def _gather_chunk(
-    pages: AnyPages, table: jax.Array, start: jax.Array, tiles: _Tiles
+    pages: AnyPages, table: jax.Array, start: jax.Array, tiles: Tiles
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers each tile's KV_CHUNK keys and values from slot `start` `[W]` on.
 

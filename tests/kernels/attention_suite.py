@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import KeyPart, Pages, merge_partials, ragged_paged_attention
-from pallas_kernels.pages import LAYOUTS
+from pallas_kernels.pages import LAYOUTS, Layout
 from tests.kernels.batches import Batch, Placed, lengths, naive_attention, place, random_batch
 
 # Pages hold 16 tokens and a row of the table 20 pages, unless a test says otherwise.
@@ -58,11 +58,19 @@ class AttentionSuite:
       backend: its name.
       tolerance: by q's dtype, relative and absolute error of `out` against float64.
       lse_tolerance: the same of `lse`.
+      layouts: of the pages that it takes.
     """
 
     backend: ClassVar[str]
     tolerance: ClassVar[dict[str, float]] = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 1e-3}
     lse_tolerance: ClassVar[float] = 1e-5
+    layouts: ClassVar[tuple[Layout, ...]] = LAYOUTS
+
+    def place(self, batch: Batch, *, layout: Layout | None = None, **where) -> Placed:
+        """See `batches.place`; in the backend's first layout unless a test names another."""
+        if layout not in (None, *self.layouts):
+            pytest.skip(f"{self.backend} takes no {layout} pages")
+        return place(batch, layout=layout or self.layouts[0], **where)
 
     def skip_reason(self, batch: Batch, pages: Pages) -> str | None:
         """Why the backend does not take sizes or dtypes, for a test to be skipped."""
@@ -112,19 +120,19 @@ class AttentionSuite:
     )
     def test_every_length_of_cache_and_query_agrees_with_naive_attention(self, q_lens, T, layout):
         batch = random_batch(LENGTHS, q_lens, T=T)
-        self.check(batch, place(batch, layout=layout))
+        self.check(batch, self.place(batch, layout=layout))
 
     def test_a_decode_of_many_sequences_agrees_with_naive_attention(self):
         kv_lens = np.random.default_rng(0).integers(0, 320, 70)
         batch = random_batch(kv_lens, [1] * 67 + [0] * 3, T=70)
-        self.check(batch, place(batch))
+        self.check(batch, self.place(batch))
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (18, 2)], ids=["GQA", "MHA", "wide GQA"])
     def test_a_decode_of_one_sequence_agrees_with_naive_attention(self, heads, layout):
         for length, P in ((1, 16), (128, 24), (300, 16)):
             batch = random_batch([length], [1], T=1, heads=heads)
-            placed = place(batch, P=P, layout=layout, window=200)
+            placed = self.place(batch, P=P, layout=layout, window=200)
             self.check(batch, placed, window=200, soft_cap=5.0)
 
     @pytest.mark.parametrize("H, K, D, P, M, q_dtype, kv_dtype", SIZES)
@@ -134,19 +142,19 @@ class AttentionSuite:
         kv_lens = [min(length, M * P) for length in (P, 0, P + 1, 3 * P, P - 1)]
         dtypes = jnp.dtype(q_dtype), jnp.dtype(kv_dtype)
         batch = random_batch(kv_lens, (2, 0, 1, 7, 1), T=12, heads=(H, K), D=D, dtypes=dtypes)
-        self.check(batch, place(batch, P=P, M=M, layout=LAYOUTS[H % 2]), scale=D**-0.5)
+        self.check(batch, self.place(batch, P=P, M=M, layout=LAYOUTS[H % 2]), scale=D**-0.5)
 
     def test_a_program_that_turns_64_bit_types_on_gets_the_same_answer(self):
         batch = random_batch((40, 7), (20, 1), T=24)
         with jax.enable_x64(True):
-            self.check(batch, place(batch, M=3), sinks=SINKS)
+            self.check(batch, self.place(batch, M=3), sinks=SINKS)
 
     # Options.
 
     @pytest.mark.parametrize("window", [1, 17])  # some of the contexts are shorter than 17
     def test_a_window_agrees_with_naive_attention_and_nothing_is_read_outside(self, window):
         batch = random_batch(LENGTHS, MIXED, T=48)
-        self.check(batch, place(batch, window=window), window=window)
+        self.check(batch, self.place(batch, window=window), window=window)
 
     @pytest.mark.parametrize(
         "q_lens, T, options",
@@ -159,11 +167,11 @@ class AttentionSuite:
     )
     def test_options_agree_with_naive_attention(self, q_lens, T, options):
         batch = random_batch(LENGTHS, q_lens, T=T)
-        self.check(batch, place(batch, window=options.get("window")), **options)
+        self.check(batch, self.place(batch, window=options.get("window")), **options)
 
     def test_a_window_of_every_tile_of_a_long_prefill_agrees_with_naive_attention(self):
         batch = random_batch((300, 190), (300, 150), T=450)
-        self.check(batch, place(batch, window=40, layout="head_major"), window=40)
+        self.check(batch, self.place(batch, window=40, layout="head_major"), window=40)
 
     # With q = 0 every key that a query sees weighs the same: lse says how many they are, and the
     # mean of V, where V is the position, which ones.
@@ -178,7 +186,7 @@ class AttentionSuite:
             values=[ramp.astype(np.float32) for ramp in ramps],
             q_lens=MIXED,
         )
-        out, lse = self.attend(batch, place(batch, window=window), window=window)
+        out, lse = self.attend(batch, self.place(batch, window=window), window=window)
         for b in (3, 4, 5, 6):  # lengths 16, 17, 320 and 129; queries 16, 5, 1 and 9
             for row in range(batch.query_starts[b], batch.query_starts[b + 1]):
                 position = LENGTHS[b] - (batch.query_starts[b + 1] - row)
@@ -189,7 +197,7 @@ class AttentionSuite:
     def test_lse_is_the_natural_log_and_a_sink_is_one_more_term(self):
         batch = random_batch(LENGTHS, DECODE, T=8)
         batch = Batch(q=0 * batch.q, keys=batch.keys, values=batch.values, q_lens=DECODE)
-        placed = place(batch)
+        placed = self.place(batch)
         live = [length for length, n in zip(LENGTHS, DECODE, strict=True) if n]
         plain, lse = self.attend(batch, placed)
         with np.errstate(divide="ignore"):  # the row without a key
@@ -201,7 +209,7 @@ class AttentionSuite:
 
     def test_a_row_without_a_key_is_zero_and_its_lse_is_the_sink(self):
         batch = random_batch((0, 2, *[0] * 6), (3, 5, *[0] * 6), T=48)
-        placed = place(batch)
+        placed = self.place(batch)
         for options, want in (({}, np.full(4, -np.inf)), (dict(sinks=SINKS), SINKS)):
             out, lse = self.attend(batch, placed, **options)
             assert not out[:6].any()  # three rows of an empty cache, three before the first key
@@ -215,7 +223,7 @@ class AttentionSuite:
         keys[..., 0] = magnitude
         batch = random_batch([200], [2], T=2)
         batch = Batch(q=np.ones_like(batch.q), keys=[keys], values=batch.values, q_lens=[2])
-        out, lse = self.attend(batch, place(batch), scale=1.0)
+        out, lse = self.attend(batch, self.place(batch), scale=1.0)
         want = [batch.values[0][:n].mean(axis=0, dtype=np.float64) for n in (199, 200)]
         np.testing.assert_allclose(out, np.repeat(want, 2, axis=1), rtol=1e-5, atol=1e-6)
         count = np.log([[199], [200]])
@@ -228,7 +236,7 @@ class AttentionSuite:
         keys[winner, :, 0] = 1e5
         batch = random_batch([200], [2], T=2)
         batch = Batch(q=np.ones_like(batch.q), keys=[keys], values=batch.values, q_lens=[2])
-        out, _ = self.attend(batch, place(batch), scale=1.0)
+        out, _ = self.attend(batch, self.place(batch), scale=1.0)
         np.testing.assert_array_equal(out[1], np.repeat(batch.values[0][winner], 2, axis=0))
 
     # What must not be read.
@@ -236,7 +244,7 @@ class AttentionSuite:
     def test_what_is_not_live_may_hold_anything(self):
         """The same call over a clean pool and table gives the same bits."""
         batch = random_batch(LENGTHS, MIXED, T=48)
-        placed = place(batch)
+        placed = self.place(batch)
         clean = Placed(
             pages=Pages(kv=jnp.nan_to_num(placed.pages.kv), layout=placed.pages.layout),
             page_table=jnp.clip(placed.page_table, 0, placed.pages.num_pages - 1),
@@ -257,7 +265,7 @@ class AttentionSuite:
     @pytest.mark.parametrize("window", [None, 50])
     def test_the_parts_of_the_keys_merge_into_the_whole(self, recent, first, window):
         batch = random_batch(LENGTHS, MIXED, T=40)
-        placed = place(batch, window=window)
+        placed = self.place(batch, window=window)
         want_out, want_lse = self.attend(batch, placed, window=window)
         whole = None
         for part in ("first", "middle", "recent"):
@@ -271,7 +279,7 @@ class AttentionSuite:
     def test_parts_of_the_keys_are_cut_between_pages_by_the_querys_position(self):
         """Each part against a sum over its own keys alone."""
         batch = random_batch([75], [30], T=30)
-        placed = place(batch)
+        placed = self.place(batch)
         for part, low, high in [
             ("first", lambda p: 0, lambda p: 16),
             ("middle", lambda p: 16, lambda p: max(16, (p - 19) // 16 * 16)),
@@ -296,7 +304,7 @@ class AttentionSuite:
         whole = random_batch([S, *[0] * 7], [n, *[0] * 7], T=n)
         k, v = whole.keys[0], whole.values[0]
         with_sinks = {} if sinks is None else dict(sinks=sinks)
-        want_out, want_lse = self.attend(whole, place(whole), **with_sinks)
+        want_out, want_lse = self.attend(whole, self.place(whole), **with_sinks)
         for cut in (0, 1, 15, 16, 17, 127, 128, 150, S - n, S - 3, S):
             # Before the cut each row sees all it may, so it is a sequence of its own; after it the
             # rows are the last of a shorter sequence, the first of them without a key perhaps.
@@ -310,8 +318,8 @@ class AttentionSuite:
                 values=[v[cut:], *[v[:0]] * 7],
                 q_lens=whole.q_lens,
             )
-            part_a = self.attend(before, place(before), **with_sinks)
-            part_b = self.attend(after, place(after))
+            part_a = self.attend(before, self.place(before), **with_sinks)
+            part_b = self.attend(after, self.place(after))
             out, lse = merge_partials(*map(jnp.asarray, (*part_a, *part_b)))
             assert_close(np.asarray(out), want_out, self.tolerance["float32"])
             assert_close(np.asarray(lse), want_lse, self.lse_tolerance)
@@ -340,5 +348,5 @@ class AttentionSuite:
         edges = (0, 1, 23, 24, 25, 127, 128, 129, 256, 311, 312)
         kv_lens, q_lens = data.draw(lengths(5, T, edges, longest_query))
         batch = random_batch(kv_lens, q_lens, T=T, heads=(6, 2), seed=seed)
-        placed = place(batch, P=24, M=13, seed=seed, window=options.get("window"))
+        placed = self.place(batch, P=24, M=13, seed=seed, window=options.get("window"))
         self.check(batch, placed, **options)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.attention_suite import LENGTHS, MIXED, SINKS, AttentionSuite
-from tests.kernels.batches import Batch, place, random_batch
+from tests.kernels.batches import Batch, random_batch
 
 PLAIN = {}
 RICH = dict(window=37, sinks=SINKS, soft_cap=1.5)
@@ -38,7 +38,7 @@ class BitsSuite(AttentionSuite):
     def bits(self, batch: Batch, **options) -> tuple[np.ndarray, np.ndarray]:
         """Out and lse; `P`, `M`, `seed` and `layout` say how the batch is placed."""
         where = {key: options.pop(key) for key in ("P", "M", "seed", "layout") if key in options}
-        placed = place(batch, window=options.get("window"), **where)
+        placed = self.place(batch, window=options.get("window"), **where)
         return self.attend(batch, placed, **self.row_options, **options)
 
     @EVERY_OPTION

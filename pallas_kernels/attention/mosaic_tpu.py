@@ -1,0 +1,595 @@
+"""Ragged paged attention for TPUs: one kernel that streams pages past tiles of query rows.
+
+    grid       one step a tile of rows; the G heads that share a KV head are rows of the same tile
+    keys       a tile walks the blocks of keys that its rows see, with an online softmax
+    pages      come by one DMA each, K and V of every head, `num_buffers - 1` blocks ahead: the
+               last blocks of a tile already fetch the first ones of the next
+    page ids   a sequence's row of the page table comes to SMEM one tile ahead
+
+                 first      fast_first              fast_last     last
+    blocks        | masked   | whole, next ones whole | masked    |
+
+A block that all rows see whole, and whose successors they see whole too, needs no mask and no
+decision about what to fetch: most blocks of a long context are such. Other blocks go one by one
+through a general path with the same arithmetic. Blocks begin at multiples of `block_tokens`, so a
+row's sums are cut at the same places whatever surrounds it.
+
+Where each sequence has one query, a tile is one row of G heads; longer ones are cut into tiles of
+many rows, in a call of the kernel of their own. Source: FlashAttention-2, arXiv 2307.08691; the
+pipeline of pages is that of Ragged Paged Attention, arXiv 2604.15464.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention import tuning
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.ragged import PADDING, Ragged
+from pallas_kernels.attention.tiles import Tiles
+from pallas_kernels.attention.tuning import BlockSizes, Tile
+from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import AnyPages
+
+LANES, SUBLANES = 128, 8
+LOG2_E = math.log2(math.e)
+MAX_TABLE_WIDTH = 1 << 16  # page ids of a sequence: two rows of them must fit into SMEM
+Ref = Any
+
+
+def refusal(
+    q: jax.Array, pages: AnyPages, page_table: jax.Array, options: AttentionOptions
+) -> str | None:
+    """Why these arrays cannot be taken, or None."""
+    if not isinstance(pages, Pages):
+        return f"{type(pages).__name__} are not read yet"
+    if pages.layout != "head_major":
+        return "pages must be head-major"
+    if jnp.float16 in (q.dtype, pages.kv.dtype):
+        return "float16 is no type of a TPU's vector unit"
+    if pages.page_size % SUBLANES:
+        return f"P = {pages.page_size} is not a multiple of {SUBLANES}"
+    if page_table.shape[1] > MAX_TABLE_WIDTH:
+        return f"M = {page_table.shape[1]} page ids a sequence; at most {MAX_TABLE_WIDTH}"
+    return None
+
+
+@jax.jit(static_argnames="options")
+def ragged_paged_attention(
+    q: jax.Array,
+    pages: Pages,
+    page_table: jax.Array,
+    ragged: Ragged,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
+    T, H, _ = q.shape
+    B, K = page_table.shape[0], pages.num_kv_heads
+    attend = functools.partial(_attend, q, pages, page_table, ragged, sinks, options)
+    if options.query_tile is not None or T <= B:
+        return attend(options.query_tile or 1, None)
+    single = ragged.query_starts[1:] - ragged.query_starts[:-1] == 1
+    tile = max(SUBLANES, _sizes(pages, "rows").tile_rows // (H // K))
+    seq, _ = ragged.rows(T)
+    chosen = single[seq]
+    of_one, of_many = attend(1, single), attend(tile, ~single)
+    return (
+        jnp.where(chosen[:, None, None], of_one[0], of_many[0]),
+        jnp.where(chosen[:, None], of_one[1], of_many[1]),
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Static sizes of a call of the kernel.
+
+    Attributes:
+      rows: R, query rows of a tile times G, rounded up.
+      block_tokens: keys of a block.
+      num_buffers, heads_ahead: see `BlockSizes`.
+      table_width: page ids of a sequence, rounded up.
+      dtype: in which products are taken.
+      options: of the call.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    rows: int
+    block_tokens: int
+    num_buffers: int
+    heads_ahead: int
+    table_width: int
+    dtype: jnp.dtype
+    options: AttentionOptions
+
+    @classmethod
+    def choose(
+        cls, q: jax.Array, pages: Pages, tile: int, M: int, options: AttentionOptions
+    ) -> "_Plan":
+        K, D, P = pages.num_kv_heads, pages.head_dim, pages.page_size
+        f32 = jnp.float32 in (q.dtype, pages.kv.dtype)
+        step = math.lcm(P, LANES)  # a block is whole pages and whole registers
+        sizes = _sizes(pages, "row" if tile == 1 else "rows")
+        return cls(
+            num_kv_heads=K,
+            head_dim=D,
+            page_size=P,
+            rows=_round_up(tile * (q.shape[1] // K), SUBLANES),
+            block_tokens=step * max(1, sizes.block_tokens // step),
+            num_buffers=sizes.num_buffers,
+            heads_ahead=min(sizes.heads_ahead, K),
+            table_width=_round_up(M, 1024),
+            dtype=jnp.dtype(jnp.float32 if f32 else jnp.bfloat16),
+            options=options,
+        )
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.block_tokens // self.page_size
+
+
+def _sizes(pages: Pages, tile: Tile) -> BlockSizes:
+    token_bytes = 2 * pages.num_kv_heads * _round_up(pages.head_dim, LANES)
+    dtype = pages.kv.dtype
+    return tuning.block_sizes(tile, dtype.name, token_bytes * dtype.itemsize)
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _attend(
+    q: jax.Array,
+    pages: Pages,
+    page_table: jax.Array,
+    ragged: Ragged,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    tile: int,
+    taken: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the rows of the sequences `taken [B]`; anything in the other rows."""
+    (T, H, D), M = q.shape, page_table.shape[1]
+    K = pages.num_kv_heads
+    G = H // K
+    plan = _Plan.choose(q, pages, tile, M, options)
+    R = plan.rows
+    tiles = Tiles.plan(ragged, T, tile, options, taken)
+
+    rows = tiles.first_row[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]  # [count, tile]
+    _, position = ragged.place(rows, tiles.seq[:, None])
+    bounds = jnp.stack(_visible(position, options), axis=-1)  # [count, tile, 2]
+    scalars = _scalars(plan, tiles, bounds)
+    grouped = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
+    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
+    unused = R - tile * G
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, unused), (0, 0))).astype(plan.dtype)
+    bounds = jnp.pad(jnp.repeat(bounds, G, axis=1), ((0, 0), (0, unused), (0, 0)))
+    sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
+    sink = jnp.broadcast_to(sink.reshape(K, 1, G), (K, tile, G)).reshape(K, tile * G)
+    sink = jnp.pad(sink, ((0, 0), (0, unused)))[:, :, None] * LOG2_E
+    table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
+
+    out, lse = _call(plan, tiles, scalars, grouped, bounds, sink, table, pages, q.dtype)
+
+    index = tiles.place_of(ragged, T, tile)
+    out = out[:, :, : tile * G].reshape(tiles.count, K, tile, G, D)
+    lse = lse[:, :, : tile * G, 0].reshape(tiles.count, K, tile, G)
+    out = out[index[0], :, index[1]].reshape(T, H, D)
+    lse = lse[index[0], :, index[1]].reshape(T, H)
+    padding = ragged.rows(T)[1] == PADDING
+    return (
+        jnp.where(padding[:, None, None], 0, out),
+        jnp.where(padding[:, None], -jnp.inf, lse),
+    )
+
+
+def _visible(position: jax.Array, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    """Keys [low, high) that a query at `position [...]` sees; high <= low where none."""
+    low, high = jnp.zeros_like(position), position + 1
+    if options.window is not None:
+        low = jnp.maximum(low, position - options.window + 1)
+    if options.keys is not None:
+        first, end = options.keys.bounds(position)
+        low, high = jnp.maximum(low, first), jnp.minimum(high, end)
+    return low, high
+
+
+_FIELDS = ("seq", "first", "fast_first", "fast_last", "last", "low", "high")
+
+
+def _scalars(plan: _Plan, tiles: Tiles, bounds: jax.Array) -> jax.Array:
+    """What the kernel asks of each tile, `[len(_FIELDS) * (count + 1)]` int32, field by field.
+
+    The entry behind the last tile stands for the end.
+    """
+    S = plan.block_tokens
+    rows = jnp.arange(bounds.shape[1], dtype=jnp.int32)
+    live = rows[None] < (tiles.end_row - tiles.first_row)[:, None]
+    inner_low = jnp.where(live, bounds[..., 0], 0).max(axis=1)
+    inner_high = jnp.where(live, bounds[..., 1], jnp.iinfo(jnp.int32).max).min(axis=1)
+    first = tiles.low // S
+    last = jnp.maximum(-(-tiles.high // S), first + 1)
+    fast_first = jnp.clip(-(-inner_low // S), first, last)
+    # The blocks that are fetched meanwhile have to be whole as well.
+    fast_last = jnp.clip(inner_high // S - (plan.num_buffers - 1), fast_first, last)
+    fields = dict(
+        seq=tiles.seq,
+        first=first,
+        fast_first=fast_first,
+        fast_last=fast_last,
+        last=last,
+        low=tiles.low,
+        high=tiles.high,
+    )
+    return jnp.concatenate([jnp.pad(fields[name], (0, 1)) for name in _FIELDS])
+
+
+def _call(
+    plan: _Plan,
+    tiles: Tiles,
+    scalars: jax.Array,
+    q: jax.Array,
+    bounds: jax.Array,
+    sink: jax.Array,
+    table: jax.Array,
+    pages: Pages,
+    out_dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel over the tiles in use."""
+    K, R, D = plan.num_kv_heads, plan.rows, plan.head_dim
+    buffers = (plan.num_buffers, plan.pages_per_block, *pages.kv.shape[1:])
+
+    def of_tile(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *shape), lambda t, *_: (t, *(0 for _ in shape)))
+
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(tiles.num_live,),
+        in_specs=[
+            of_tile(K, R, D),
+            of_tile(R, 2),
+            pl.BlockSpec((K, R, 1), lambda t, *_: (0, 0, 0)),
+            pl.BlockSpec(memory_space=pltpu.HBM),
+            pl.BlockSpec(memory_space=pltpu.HBM),
+        ],
+        out_specs=[of_tile(K, R, D), of_tile(K, R, 1)],
+        scratch_shapes=[
+            pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
+            pltpu.SMEM((3,), jnp.int32),
+            pltpu.VMEM(buffers, pages.kv.dtype),
+            pltpu.VMEM((K, R, LANES), jnp.float32),
+            pltpu.VMEM((K, R, LANES), jnp.float32),
+            pltpu.VMEM((K, R, D), jnp.float32),
+            pltpu.SemaphoreType.DMA((plan.num_buffers,)),
+            pltpu.SemaphoreType.DMA((plan.num_buffers,)),
+        ],
+    )
+    out_shape = (
+        jax.ShapeDtypeStruct((tiles.count, K, R, D), out_dtype),
+        jax.ShapeDtypeStruct((tiles.count, K, R, 1), jnp.float32),
+    )
+    return pl.pallas_call(
+        functools.partial(_kernel, plan, tiles.count),
+        out_shape=out_shape,
+        grid_spec=grid_spec,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=tuning.vmem_bytes() * 7 // 8,
+        ),
+        name="ragged_paged_attention",
+    )(scalars, q, bounds, sink, table, pages.kv)
+
+
+def _kernel(
+    plan: _Plan,
+    count: int,
+    scalars: Ref,
+    q: Ref,
+    bounds: Ref,
+    sink: Ref,
+    table: Ref,
+    kv: Ref,
+    out: Ref,
+    lse: Ref,
+    ids: Ref,
+    cursor: Ref,
+    buffers: Ref,
+    maximum: Ref,
+    total: Ref,
+    weighted: Ref,
+    ids_arrived: Ref,
+    pages_arrived: Ref,
+) -> None:
+    """One tile of query rows."""
+    t, ahead = pl.program_id(0), plan.num_buffers - 1
+    tile = _TileScalars(scalars, count)
+    fetch = _Fetch(plan, tile, table, kv, ids, cursor, buffers, ids_arrived, pages_arrived)
+    softmax = _Softmax(plan, q, bounds, buffers, maximum, total, weighted)
+    pl.when(t == 0)(fetch.begin)
+    fetch.start_ids(t + ahead)
+    softmax.clear()
+    first, last = tile.first(t), tile.last(t)
+    fast_first, fast_last = tile.fast_first(t), tile.fast_last(t)
+    number = cursor[0] - first  # of block 0, counted over all tiles
+
+    def general(j: jax.Array, _: None) -> None:
+        fetch.start_next(number + j + ahead)
+        softmax.add(fetch.wait(t, j, number + j), j, masked=True)
+
+    def fast(j: jax.Array, _: None) -> None:
+        start = functools.partial(fetch.start_share, t, j + ahead, number + j + ahead)
+        softmax.add(fetch.wait_whole(number + j), j, between=start)
+
+    if plan.options.window is not None or plan.options.keys is not None:
+        lax.fori_loop(first, fast_first, general, None)
+    lax.fori_loop(fast_first, fast_last, fast, None)
+    pl.when(fast_last > fast_first)(lambda: fetch.move_behind(t, fast_last + ahead - 1))
+    lax.fori_loop(fast_last, last, general, None)
+    cursor[0] = number + last
+    softmax.finish(sink, out, lse)
+
+
+@dataclass(frozen=True)
+class _TileScalars:
+    """What `_scalars` says of tile t; blocks [first, last) hold all its keys, [low, high)."""
+
+    ref: Ref
+    count: int
+
+    def _read(self, name: str, t: jax.Array) -> jax.Array:
+        return self.ref[_FIELDS.index(name) * (self.count + 1) + t]
+
+    def __getattr__(self, name: str) -> Callable[[jax.Array], jax.Array]:
+        return functools.partial(self._read, name)
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """Blocks of pages on their way from HBM, `num_buffers - 1` ahead of the one in work.
+
+    Blocks are numbered over all tiles, and number k goes to buffer `k % num_buffers`. The cursor
+    outlives a grid step: number of blocks consumed before this tile, then tile and block to fetch
+    next.
+    """
+
+    plan: _Plan
+    tile: _TileScalars
+    table: Ref
+    kv: Ref
+    ids: Ref
+    cursor: Ref
+    buffers: Ref
+    ids_arrived: Ref
+    pages_arrived: Ref
+
+    def begin(self) -> None:
+        """Before the first tile."""
+        self.cursor[0], self.cursor[1], self.cursor[2] = 0, 0, self.tile.first(0)
+        ahead = self.plan.num_buffers - 1
+        for t in range(ahead):
+            self.start_ids(t)
+        for k in range(ahead):
+            self.start_next(k)
+
+    def start_ids(self, t: jax.Array | int) -> None:
+        """Starts the page ids of a tile's sequence."""
+        pl.when(t < pl.num_programs(0))(lambda: self._ids(t).start())
+
+    def start_next(self, k: jax.Array | int) -> None:
+        """Starts the block at the cursor, number k, if there is one; whatever of it is there."""
+        t, j, n = self.cursor[1], self.cursor[2], self.plan.pages_per_block
+
+        @pl.when(t < pl.num_programs(0))
+        def _() -> None:
+            pl.when(j == self.tile.first(t))(lambda: self._ids(t).wait())
+            low, high = self._pages(t, j)
+            whole = (low == 0) & (high == n)
+            pl.when(whole)(lambda: self._start(t, j, k, range(n)))
+
+            @pl.when(jnp.logical_not(whole))
+            def _() -> None:
+                lax.fori_loop(low, high, lambda i, _: self._page(t, j, k, i).start(), None)
+
+            self.move_behind(t, j)
+
+    def start_share(self, t: jax.Array, j: jax.Array, k: jax.Array, share: int) -> None:
+        """Starts a head's share of block j of tile t, number k, all of whose pages are there."""
+        n, K = self.plan.pages_per_block, self.plan.num_kv_heads
+        self._start(t, j, k, range(share * n // K, (share + 1) * n // K))
+
+    def _start(self, t: jax.Array, j: jax.Array, k: jax.Array | int, pages: range) -> None:
+        for i in pages:
+            self._page(t, j, k, i).start()
+
+    def move_behind(self, t: jax.Array, j: jax.Array) -> None:
+        """Moves the cursor to the block after block j of tile t."""
+        is_last = j + 1 == self.tile.last(t)
+        after = jnp.where(is_last, t + 1, t)
+        self.cursor[1] = after
+        self.cursor[2] = jnp.where(is_last, self.tile.first(after), j + 1)
+
+    def wait(self, t: jax.Array, j: jax.Array, k: jax.Array) -> jax.Array:
+        """Waits for block j of tile t, number k, and blanks what no row sees of it.
+
+        Returns:
+          The number of its buffer.
+        """
+        low, high = self._pages(t, j)
+        pl.when(low < high)(lambda: self._arrival(k, high - low).wait())
+        slot = self._slot(k)
+        # Of the block's tokens [start, end) are seen; what is not may be NaN, and 0 * NaN is NaN.
+        P, S = jnp.int32(self.plan.page_size), self.plan.block_tokens
+        start = jnp.clip(self.tile.low(t) - j * S, 0, S)
+        end = jnp.clip(self.tile.high(t) - j * S, start, S)
+
+        def blank(i: jax.Array, _: None) -> None:
+            page = self.buffers[slot, i]
+            token = i * P + lax.broadcasted_iota(jnp.int32, page.shape, 1)
+            seen = (token >= start) & (token < end)
+            self.buffers[slot, i] = jnp.where(seen, page, jnp.zeros_like(page))
+
+        lax.fori_loop(0, lax.div(start + P - 1, P), blank, None)
+        lax.fori_loop(lax.div(end, P), self.plan.pages_per_block, blank, None)
+        return slot
+
+    def wait_whole(self, k: jax.Array) -> jax.Array:
+        """The same of a block all of whose pages are there."""
+        self._arrival(k, self.plan.pages_per_block).wait()
+        return self._slot(k)
+
+    def _arrival(self, k: jax.Array, num_pages: jax.Array | int) -> Any:
+        """Stands for so many pages of block number k: a wait asks for their bytes alone."""
+        slot = self._slot(k)
+        pages = self.buffers.at[slot, pl.ds(0, num_pages)]
+        return pltpu.make_async_copy(pages, pages, self.pages_arrived.at[slot])
+
+    def _slot(self, number: jax.Array | int) -> jax.Array | int:
+        return number & (self.plan.num_buffers - 1)
+
+    def _pages(self, t: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The pages [low, high) of block j that hold keys of tile t."""
+        P, n = self.plan.page_size, self.plan.pages_per_block
+        low = lax.div(self.tile.low(t), jnp.int32(P)) - j * n
+        high = lax.div(self.tile.high(t) + P - 1, jnp.int32(P)) - j * n
+        return jnp.maximum(low, 0), jnp.minimum(high, n)
+
+    def _page(self, t: jax.Array, j: jax.Array, k: jax.Array | int, i: jax.Array | int) -> Any:
+        slot = self._slot(k)
+        place = self._slot(t) * self.plan.table_width + j * self.plan.pages_per_block + i
+        target = self.buffers.at[slot, i]
+        return pltpu.make_async_copy(
+            self.kv.at[self.ids[place]], target, self.pages_arrived.at[slot]
+        )
+
+    def _ids(self, t: jax.Array | int) -> Any:
+        width, slot = self.plan.table_width, self._slot(t)
+        start = pl.multiple_of(self.tile.seq(t) * width, width)
+        row, target = self.table.at[pl.ds(start, width)], self.ids.at[pl.ds(slot * width, width)]
+        return pltpu.make_async_copy(row, target, self.ids_arrived.at[slot])
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """The online softmax of one tile, logits in units of log 2.
+
+    `total` keeps a partial sum a lane, `maximum` the same value in all lanes.
+    """
+
+    plan: _Plan
+    q: Ref
+    bounds: Ref
+    buffers: Ref
+    maximum: Ref
+    total: Ref
+    weighted: Ref
+
+    def clear(self) -> None:
+        """No key yet."""
+        self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
+        self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
+        self.weighted[...] = jnp.zeros(self.weighted.shape, jnp.float32)
+
+    def add(
+        self,
+        slot: jax.Array,
+        j: jax.Array,
+        *,
+        masked: bool = False,
+        between: Callable[[int], None] = lambda head: None,
+    ) -> None:
+        """Adds block j of the keys, which is in a buffer.
+
+        Args:
+          slot: of the buffer.
+          j: of the block.
+          masked: some row does not see all of it.
+          between: called before each head's second product, with the head: scalar work, which the
+            compiler then lays under the products.
+        """
+        # Some heads' first products go ahead: their softmax then runs under other products.
+        K, logits = self.plan.num_kv_heads, {}
+        visible = self._visible(j) if masked else None
+        lead = self.plan.heads_ahead
+        for i in range(K + lead):
+            if i < K:
+                logits[i] = self._logits(slot, i)
+                if visible is not None:
+                    logits[i] = jnp.where(visible, logits[i], -jnp.inf)
+            h = i - lead
+            if h < 0:
+                continue
+            weights, decay = self._weigh(h, logits.pop(h))
+            between(h)
+            v = self._heads(slot, 2 * h + 1)
+            self.weighted[h] = self.weighted[h] * decay + self._dot(weights, v, 1, 0)
+
+    def finish(self, sink: Ref, out: Ref, lse: Ref) -> None:
+        """Normalises; the sink joins the denominator here, once."""
+        for h in range(self.plan.num_kv_heads):
+            m = self.maximum[h][:, :1]
+            m_new = _finite(jnp.maximum(m, sink[h]))
+            decay = jnp.exp2(m - m_new)
+            total = self.total[h].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink[h] - m_new)
+            safe = jnp.where(total == 0.0, 1.0, total)
+            out[0, h] = (self.weighted[h] * (decay / safe)).astype(out.dtype)
+            lse[0, h] = m_new / LOG2_E + jnp.log(total)
+
+    def _heads(self, slot: jax.Array, index: int) -> jax.Array:
+        """K or V of a head, `[block_tokens, D]`."""
+        x = self.buffers[slot, :, index].astype(self.plan.dtype)
+        return x.reshape(self.plan.block_tokens, self.plan.head_dim)
+
+    def _logits(self, slot: jax.Array, h: int) -> jax.Array:
+        options = self.plan.options
+        x = self._dot(self.q[0, h], self._heads(slot, 2 * h), 1, 1)
+        if options.soft_cap is None:
+            return x * (options.scale * LOG2_E)
+        x = jnp.tanh(x * (options.scale / options.soft_cap))
+        return x * (options.soft_cap * LOG2_E)
+
+    def _weigh(self, h: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The weights of a block's keys, and the factor on what came before."""
+        m = self.maximum[h]
+        m_new = jnp.maximum(m, logits.max(axis=1, keepdims=True))
+        finite = _finite(m_new)
+        decay = jnp.exp2(m - finite)
+        weights, total = [], self.total[h] * decay
+        for start in range(0, self.plan.block_tokens, LANES):
+            weights.append(jnp.exp2(logits[:, start : start + LANES] - finite))
+            total += weights[-1]
+        self.maximum[h], self.total[h] = m_new, total
+        return jnp.concatenate(weights, axis=1).astype(self.plan.dtype), decay[:, :1]
+
+    def _visible(self, j: jax.Array) -> jax.Array:
+        """Which keys of block j each row sees, `[R, block_tokens]`."""
+        bounds = self.bounds[0]
+        R, S = self.plan.rows, self.plan.block_tokens
+        key = j * S + lax.broadcasted_iota(jnp.int32, (R, S), 1)
+        return (key >= bounds[:, :1]) & (key < bounds[:, 1:])
+
+    def _dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+        highest = lax.Precision.HIGHEST if self.plan.dtype == jnp.float32 else None
+        return lax.dot_general(
+            a,
+            b,
+            (((axis_a,), (axis_b,)), ((), ())),
+            precision=highest,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """0 for -inf: where no key has come yet, exp2(-inf - 0) is 0, not NaN."""
+    return jnp.where(x == -jnp.inf, 0.0, x)

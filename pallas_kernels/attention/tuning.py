@@ -1,0 +1,67 @@
+"""Block sizes of the TPU kernel: from a table a device, or by rule where it has no row.
+
+The tables, `tuned/<chip>.json`, hold what the compiler's own schedule showed to be best
+(`python scripts kernels` prints it): rows of `tile` ("row" or "rows"), `dtype`, and the sizes.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from jax.experimental.pallas import tpu as pltpu
+
+TABLES = Path(__file__).parent / "tuned"
+Tile = Literal["row", "rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """Sizes of a call of the kernel.
+
+    Attributes:
+      block_tokens: keys of a block, the unit of work; rounded to whole pages and registers.
+      num_buffers: blocks in memory at once, a power of two; all but one are being fetched.
+      heads_ahead: KV heads whose first product is taken ahead of a head's second one.
+      tile_rows: query rows times G of a tile of many rows.
+    """
+
+    block_tokens: int = 512
+    num_buffers: int = 2
+    heads_ahead: int = 8
+    tile_rows: int = 512
+
+
+def block_sizes(tile: Tile, dtype: str, token_bytes: int) -> BlockSizes:
+    """Sizes for the chip that is compiled for.
+
+    Args:
+      tile: whether a tile is one query row or many.
+      dtype: name of the type of K and V in the pages.
+      token_bytes: of K and V of a token.
+    """
+    for row in _table(_chip()):
+        if (row["tile"], row["dtype"]) == (tile, dtype):
+            sizes = BlockSizes(**{k: v for k, v in row.items() if k not in ("tile", "dtype")})
+            break
+    else:
+        sizes = BlockSizes() if tile == "row" else BlockSizes(heads_ahead=1)
+    # An eighth of the fast memory for a buffer leaves room for tiles of queries.
+    most = vmem_bytes() // 8 // token_bytes
+    return BlockSizes(**(vars(sizes) | {"block_tokens": min(sizes.block_tokens, most)}))
+
+
+def vmem_bytes() -> int:
+    """Fast memory of the chip that is compiled for; the smallest of all where it is unknown."""
+    return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 16 << 20
+
+
+def _chip() -> str:
+    return str(pltpu.get_tpu_info().chip_version.value) if pltpu.is_tpu_device() else ""
+
+
+@cache
+def _table(chip: str) -> list[dict[str, Any]]:
+    path = TABLES / f"{chip}.json"
+    return json.loads(path.read_text()) if chip and path.is_file() else []

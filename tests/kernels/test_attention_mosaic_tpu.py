@@ -1,0 +1,85 @@
+"""The TPU kernel, its DMAs, semaphores and memories simulated: races, reads of memory that nothing
+was written to (it holds NaN) and reads out of bounds are errors.
+
+With blocks of 128 keys, so that contexts of a few hundred have whole ones. Not here: what its real
+compilers say (`test_targets`).
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import Pages, ragged_paged_attention
+from pallas_kernels.attention import tuning
+from pallas_kernels.attention.tuning import BlockSizes
+from tests.kernels.batches import Batch, place, random_batch
+from tests.kernels.bits_suite import BitsSuite
+
+SIMULATED = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+)
+
+
+class Simulated(BitsSuite):
+    """The suites, on a simulated chip.
+
+    Attributes:
+      sizes: of blocks.
+    """
+
+    backend = "mosaic_tpu"
+    tolerance: ClassVar = {"float32": 1e-5, "bfloat16": 2e-2}
+    layouts = ("head_major",)
+    row_options: ClassVar = {"query_tile": 64}
+    sizes: ClassVar[BlockSizes]
+
+    def skip_reason(self, batch: Batch, pages: Pages) -> str | None:
+        if jnp.float16 in (batch.q.dtype, pages.kv.dtype):
+            return "a TPU takes no float16"
+        return "P is no multiple of 8" if pages.page_size % 8 else None
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def simulated(cls) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode(SIMULATED):
+            patch.setattr(tuning, "block_sizes", lambda *_: cls.sizes)
+            jax.clear_caches()  # of programs of other sizes
+            yield
+        pltpu.reset_tpu_interpret_mode_state()
+        jax.clear_caches()
+
+
+class TestSmallBlocks(Simulated):
+    sizes = BlockSizes(block_tokens=128, heads_ahead=1, tile_rows=64)
+
+
+@pytest.mark.slow
+class TestFourBuffers(Simulated):
+    sizes = BlockSizes(block_tokens=128, num_buffers=4, heads_ahead=3, tile_rows=32)
+
+
+@pytest.mark.slow
+class TestLongBlocks(Simulated):
+    sizes = BlockSizes()
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(layout="token_major"), "pages must be head-major"),
+        (dict(P=12), "P = 12 is not a multiple of 8"),
+        (dict(M=70_000), "M = 70000 page ids a sequence; at most 65536"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused_before_it_is_compiled(change, reason):
+    batch = random_batch([5], [1], T=1)
+    placed = place(batch, **{"layout": "head_major", "M": 2} | change)
+    arrays = placed.page_table, placed.kv_lens, placed.query_starts
+    with pytest.raises(ValueError, match=f"mosaic_tpu does not take this: {reason}"):
+        ragged_paged_attention(
+            jnp.asarray(batch.q), placed.pages, *arrays, scale=1.0, backend="mosaic_tpu"
+        )
