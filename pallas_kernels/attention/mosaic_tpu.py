@@ -116,16 +116,16 @@ class _Plan:
     def choose(
         cls, q: jax.Array, pages: Pages, tile: int, M: int, options: AttentionOptions
     ) -> "_Plan":
-        K, D, P = pages.num_kv_heads, pages.head_dim, pages.page_size
+        K = pages.num_kv_heads
         f32 = jnp.float32 in (q.dtype, pages.kv.dtype)
-        step = math.lcm(P, LANES)  # a block is whole pages and whole registers
-        sizes = _sizes(pages, "row" if tile == 1 else "rows")
+        kind = "row" if tile == 1 else "rows"
+        sizes = _sizes(pages, kind)
         return cls(
             num_kv_heads=K,
-            head_dim=D,
-            page_size=P,
+            head_dim=pages.head_dim,
+            page_size=pages.page_size,
             rows=_round_up(tile * (q.shape[1] // K), SUBLANES),
-            block_tokens=step * max(1, sizes.block_tokens // step),
+            block_tokens=block_tokens(pages, kind),
             num_buffers=sizes.num_buffers,
             heads_ahead=min(sizes.heads_ahead, K),
             table_width=_round_up(M, 1024),
@@ -136,6 +136,12 @@ class _Plan:
     @property
     def pages_per_block(self) -> int:
         return self.block_tokens // self.page_size
+
+
+def block_tokens(pages: Pages, tile: Tile) -> int:
+    """Keys of a block, for the chip that is compiled for."""
+    step = math.lcm(pages.page_size, LANES)  # whole pages and whole registers
+    return step * max(1, _sizes(pages, tile).block_tokens // step)
 
 
 def _sizes(pages: Pages, tile: Tile) -> BlockSizes:

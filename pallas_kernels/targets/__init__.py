@@ -1,0 +1,7 @@
+"""Compiling kernels for chips that are not here, and reading what the compiler made of them."""
+
+from pallas_kernels.targets.schedule import Schedule as Schedule
+from pallas_kernels.targets.schedule import read_schedule as read_schedule
+from pallas_kernels.targets.tpu import TPU_TARGETS as TPU_TARGETS
+from pallas_kernels.targets.tpu import TargetUnavailable as TargetUnavailable
+from pallas_kernels.targets.tpu import TpuTarget as TpuTarget

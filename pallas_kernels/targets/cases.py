@@ -1,0 +1,164 @@
+"""Named shapes to compile kernels on, ours and JAX's own beside them.
+
+A name says it all:
+
+    decode-bf16-h32-k8-d128-p16     step, type of K and V, H, K, D, P
+    prefill-bf16-h32-k8-d128-p16    512 queries of 4 sequences
+    mixed-...                       64 sequences of one query, and 448 queries of others
+    decode-bf16-h8-k1-d256-p16-w512 with a window
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import api, mosaic_tpu
+from pallas_kernels.page_write import write_pages
+from pallas_kernels.pages import Pages
+
+POOL_TOKENS, TABLE_TOKENS = 65_536, 32_768
+STEPS = {"decode": (64, 64), "mixed": (512, 68), "prefill": (512, 4)}  # T and B
+DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+_NAME = re.compile(
+    rf"({'|'.join(STEPS)})-({'|'.join(DTYPES)})-h(\d+)-k(\d+)-d(\d+)-p(\d+)(?:-w(\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A named shape; fields by the letters of the glossary."""
+
+    name: str
+    T: int
+    B: int
+    dtype: Any
+    H: int
+    K: int
+    D: int
+    P: int
+    window: int | None
+
+    @classmethod
+    def parse(cls, name: str) -> "Shape":
+        """Reads a name.
+
+        Raises:
+          ValueError: it is not one.
+        """
+        found = _NAME.fullmatch(name)
+        if not found:
+            raise ValueError(f"no shape is named {name!r}; one is decode-bf16-h32-k8-d128-p16")
+        step, dtype, *numbers = found.groups()
+        H, K, D, P = map(int, numbers[:4])
+        window = None if numbers[4] is None else int(numbers[4])
+        return cls(name, *STEPS[step], DTYPES[dtype], H, K, D, P, window)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of K and V of a token, without padding."""
+        return 2 * self.K * self.D * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def q(self) -> jax.ShapeDtypeStruct:
+        """The queries; float32 only where the pages are."""
+        dtype = jnp.float32 if self.dtype == jnp.float32 else jnp.bfloat16
+        return jax.ShapeDtypeStruct((self.T, self.H, self.D), dtype)
+
+    def batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Page table, lengths and starts of the queries."""
+        return _int32(self.B, TABLE_TOKENS // self.P), _int32(self.B), _int32(self.B + 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program to compile.
+
+    Attributes:
+      function, arguments: the program; its first argument is the pool, donated if it is returned.
+      donates: the pool is returned.
+      pool_bytes: of the pool.
+      block_tokens: keys of a trip of the kernel's inner loop.
+      program: of several kernels of one name, which one is measured.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donates: bool
+    pool_bytes: int
+    block_tokens: int
+    program: int
+
+
+def ours(shape: Shape) -> Case:
+    """A step: the tokens' K and V are written, then the queries attend."""
+    pool = (POOL_TOKENS // shape.P, 2 * shape.K, shape.P, shape.D)
+    pages = Pages(kv=jax.ShapeDtypeStruct(pool, shape.dtype), layout="head_major")
+    new = jax.ShapeDtypeStruct((shape.T, shape.K, shape.D), shape.q.dtype)
+
+    def step(pages: Pages, q: Any, k: Any, v: Any, slots: Any, *batch: Any) -> Any:
+        pages = write_pages(pages, k, v, slots, backend="xla")
+        out = api.ragged_paged_attention(
+            q,
+            pages,
+            *batch,
+            scale=shape.D**-0.5,
+            window=shape.window,
+            backend="mosaic_tpu",
+        )
+        return pages, out
+
+    many = shape.T > shape.B
+    return Case(
+        function=step,
+        arguments=(pages, shape.q, new, new, _int32(shape.T), *shape.batch()),
+        donates=True,
+        pool_bytes=pages.kv.size * pages.kv.dtype.itemsize,
+        block_tokens=mosaic_tpu.block_tokens(pages, "rows" if many else "row"),
+        program=-1,
+    )
+
+
+def peer(shape: Shape) -> Case:
+    """JAX's own ragged paged attention over pages that are written already; 512 keys a trip."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    pool = jax.ShapeDtypeStruct(
+        (POOL_TOKENS // shape.P, shape.P, 2 * shape.K, shape.D), shape.dtype
+    )
+    block_pages = max(1, 512 // shape.P)
+
+    def attend(pool: Any, q: Any, table: Any, lens: Any, starts: Any, count: Any) -> Any:
+        return ragged_paged_attention(
+            q,
+            pool,
+            lens,
+            table,
+            starts,
+            count,
+            sm_scale=shape.D**-0.5,
+            sliding_window=shape.window,
+            num_kv_pages_per_block=block_pages,
+            num_queries_per_block=8 if shape.T <= shape.B else 128,
+            vmem_limit_bytes=64 << 20,
+        )
+
+    table, lens, starts = shape.batch()
+    return Case(
+        function=attend,
+        arguments=(pool, shape.q, table, lens, starts, _int32(1)),
+        donates=False,
+        pool_bytes=pool.size * pool.dtype.itemsize,
+        block_tokens=block_pages * shape.P,
+        program=-1,
+    )
+
+
+KERNELS = {"mosaic_tpu": ours, "jax_rpa": peer}
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,132 @@
+"""Compiles cases for a target in a process of its own, and says what the compiler made of them.
+
+libtpu reads its flags when it is loaded, and dumps into one folder a process: hence the process.
+Run as a module, it takes a target and pairs `kernel/shape`, and prints a JSON object a line.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pallas_kernels.targets.schedule import DUMP_FLAGS, read_schedule
+from pallas_kernels.targets.tpu import TPU_TARGETS, TargetUnavailable, TpuTarget
+
+
+class Row(NamedTuple):
+    """What is known of a kernel on a shape for a target; None where it does not compile.
+
+    Attributes:
+      ok: it compiles.
+      reason: why not, a line.
+      bundles_per_kv_token: of the inner loop: cycles that a token of K and V costs, all heads.
+      hbm_cycles_per_kv_token: cycles in which HBM delivers its bytes.
+      binds: which of the two is more: `compute` or `memory`.
+      mxu_share: of the inner loop's bundles, those that use a matrix unit.
+      tile_bundles: outside that loop, each once: what a tile of queries and the call cost besides.
+      spill_slots: instructions that spill or fill a vector register.
+      alias_bytes, pool_bytes: of the pool that the step updates in place; and of the pool.
+      temp_bytes: that the program takes besides.
+    """
+
+    kernel: str
+    target: str
+    shape: str
+    ok: bool
+    reason: str | None = None
+    bundles_per_kv_token: float | None = None
+    hbm_cycles_per_kv_token: float | None = None
+    binds: str | None = None
+    mxu_share: float | None = None
+    tile_bundles: int | None = None
+    spill_slots: int | None = None
+    alias_bytes: int | None = None
+    pool_bytes: int | None = None
+    temp_bytes: int | None = None
+
+
+def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    """Compiles (kernel, shape) pairs for a target, a row each, in order.
+
+    Raises:
+      TargetUnavailable: libtpu is not installed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
+        }
+        names = ["/".join(case) for case in cases]
+        command = [sys.executable, "-m", __name__, target, folder, *names]
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    row = json.loads(line)
+                    if "unavailable" in row:
+                        raise TargetUnavailable(row["unavailable"])
+                    yield Row(**row)
+            finally:
+                process.kill()
+
+
+def measure(target: TpuTarget, kernel: str, name: str, folder: Path) -> Row:
+    """Compiles one case here, with the dump going to `folder`, which is emptied."""
+    from pallas_kernels.targets.cases import KERNELS, Shape
+
+    for path in folder.iterdir():
+        path.unlink()
+    shape = Shape.parse(name)
+    try:
+        with target.lowering():
+            case = KERNELS[kernel](shape)
+        donated = (0,) if case.donates else ()
+        compiled = target.compile(case.function, case.arguments, donate_argnums=donated)
+    except TargetUnavailable:
+        raise
+    except Exception as error:  # whatever a compiler throws is the reason
+        reason = str(error).strip().partition("\n")[0][:200]
+        return Row(kernel, target.name, name, ok=False, reason=reason or type(error).__name__)
+    schedule = read_schedule(folder, "ragged_paged_attention")[case.program]
+    memory, inner = compiled.memory_analysis(), schedule.inner
+    assert inner is not None
+    bundles = inner.bundles / case.block_tokens
+    hbm = shape.token_bytes * target.clock_hz / target.info.mem_bw_bytes_per_second
+    return Row(
+        kernel,
+        target.name,
+        name,
+        ok=True,
+        bundles_per_kv_token=round(bundles, 3),
+        hbm_cycles_per_kv_token=round(hbm, 3),
+        binds="compute" if bundles > hbm else "memory",
+        mxu_share=round(inner.mxu_bundles / inner.bundles, 3),
+        tile_bundles=schedule.outside,
+        spill_slots=schedule.spill_slots,
+        alias_bytes=memory.alias_size_in_bytes,
+        pool_bytes=case.pool_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+    )
+
+
+def _main(target: str, folder: str, *cases: str) -> None:
+    def show(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+
+    for case in cases:
+        kernel, _, shape = case.partition("/")
+        try:
+            show(measure(TPU_TARGETS[target], kernel, shape, Path(folder))._asdict())
+        except TargetUnavailable as error:
+            return show({"unavailable": str(error)})
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,129 @@
+"""What a TPU's compiler made of a kernel, read from its dump.
+
+A TPU core issues one bundle of instructions a cycle, in order, so that the bundles of a loop's body
+are its cycles as long as memory keeps up. Stalls are not in it: a lower bound, the same every time.
+
+In a dump, a line a bundle; `>` by its side tells the depth of loops, LB the first one of a body:
+
+    0x40 LB: > { %s1 = sld [smem:...]  ;;  %v2 = vld [vmem:...] }
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+DUMP_FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+_BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s*([A-Z]{2})?\s*:\s*(>*)\s*\{(.*)\}")
+# A bundle's instructions by unit, a row of the utilization table.
+_UNITS = (*("mxu", "xlu", "valu", "pop", "eup", "load", "fill", "store", "spill", "scalar"),)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop's body.
+
+    Attributes:
+      depth: loops around it, itself included.
+      bundles: of the body, those of loops within included, once each.
+      mxu: instructions for the matrix units among them.
+      mxu_bundles: bundles that hold one.
+    """
+
+    depth: int
+    bundles: int
+    mxu: int
+    mxu_bundles: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of a kernel.
+
+    Attributes:
+      loops: in the order of the program.
+      bundles: of the whole program, each once.
+      outside: those outside the innermost loops with products: what a tile or the call costs once.
+      spill_slots: instructions that spill a vector register, or fill one.
+    """
+
+    loops: tuple[Loop, ...]
+    bundles: int
+    outside: int
+    spill_slots: int
+
+    @property
+    def inner(self) -> Loop | None:
+        """The loop that does the bulk of the products: of those with at least half as many as the
+        one with the most, and none within, the shortest. None where there are no products."""
+        most = max((loop.mxu for loop in self.loops), default=0)
+        working = [loop for loop in self.loops if most and 2 * loop.mxu >= most]
+        depth = max((loop.depth for loop in working), default=0)
+        deepest = [loop for loop in working if loop.depth == depth]
+        return min(deepest, key=lambda loop: loop.bundles, default=None)
+
+
+def read_schedule(folder: Path, kernel: str) -> list[Schedule]:
+    """Reads the programs of a dump whose name has `kernel` in it, in order of compilation.
+
+    Args:
+      folder: of the dump (DUMP_FLAGS in LIBTPU_INIT_ARGS, before libtpu is loaded).
+      kernel: the `name` of the pallas_call.
+    """
+    finals = [
+        path
+        for path in sorted(folder.glob(f"*{kernel}*-final_bundles.txt"))
+        if "schedule-analysis" not in path.name
+    ]
+    return [_read(path) for path in finals]
+
+
+def _read(path: Path) -> Schedule:
+    stem = re.sub(r"\d+-final_bundles\.txt$", "", path.name)
+    (table,) = path.parent.glob(f"{stem}*-final_hlo-static-per-bundle-utilization.txt")
+    units = [_row(line) for line in table.read_text().splitlines() if re.match(r"[\d\s]+$", line)]
+    used = [dict(zip(_UNITS, row, strict=True)) for row in units if len(row) == len(_UNITS)][1:]
+    depths, begins = _bundles(path)
+    if len(used) != len(depths):
+        raise ValueError(f"{path}: {len(depths)} bundles, {len(used)} rows of their use")
+    loops, inside = [], [0] * len(depths)
+    for start in begins:
+        depth = depths[start]
+        end = next((i for i in range(start + 1, len(depths)) if _ends(i, depth, depths, begins)), 0)
+        body = used[start : end or len(depths)]
+        mxu = [row["mxu"] for row in body]
+        loops.append(Loop(depth, len(body), sum(mxu), sum(n > 0 for n in mxu)))
+        if sum(mxu):
+            for i in range(start, start + len(body)):
+                inside[i] = max(inside[i], depth)
+    deepest = max(inside, default=0)
+    return Schedule(
+        loops=tuple(loops),
+        bundles=len(depths),
+        outside=sum(depth < deepest for depth in inside),
+        spill_slots=sum(row["fill"] + row["spill"] for row in used),
+    )
+
+
+def _ends(i: int, depth: int, depths: list[int], begins: list[int]) -> bool:
+    """Whether a loop of a depth has ended at bundle i: outside it, or a next one at its depth."""
+    return depths[i] < depth or (depths[i] == depth and i in begins)
+
+
+def _row(line: str) -> list[int]:
+    return [int(number) for number in line.split()]
+
+
+def _bundles(path: Path) -> tuple[list[int], list[int]]:
+    """The depth of each bundle, and the bundles that begin a loop's body."""
+    depths: list[int] = []
+    begins: list[int] = []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if found := _BUNDLE.match(line):
+                tag, marks, content = found.groups()
+                if tag == "LB":
+                    begins.append(len(depths))
+                # An empty bundle bears no marks: it waits where the one before it was.
+                is_empty = not content.strip() and depths
+                depths.append(depths[-1] if is_empty else len(marks))
+    return depths, begins
