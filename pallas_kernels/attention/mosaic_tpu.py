@@ -43,6 +43,7 @@ LANES, SUBLANES = 128, 8
 LOG2_E = math.log2(math.e)
 MAX_TABLE_WIDTH = 1 << 16  # page ids of a sequence: two rows of them must fit into SMEM
 Ref = Any
+Scalar = jax.Array | int  # int32, traced where it is an array
 
 
 def refusal(
@@ -141,13 +142,15 @@ class _Plan:
 def block_tokens(pages: Pages, tile: Tile) -> int:
     """Keys of a block, for the chip that is compiled for."""
     step = math.lcm(pages.page_size, LANES)  # whole pages and whole registers
-    return step * max(1, _sizes(pages, tile).block_tokens // step)
+    token = 2 * pages.num_kv_heads * _round_up(pages.head_dim, LANES) * pages.kv.dtype.itemsize
+    sizes = _sizes(pages, tile)
+    # An eighth of the fast memory for a buffer leaves room for tiles of queries.
+    most = min(sizes.block_bytes, tuning.vmem_bytes() // 8) // token
+    return step * max(1, min(sizes.block_tokens, most) // step)
 
 
 def _sizes(pages: Pages, tile: Tile) -> BlockSizes:
-    token_bytes = 2 * pages.num_kv_heads * _round_up(pages.head_dim, LANES)
-    dtype = pages.kv.dtype
-    return tuning.block_sizes(tile, dtype.name, token_bytes * dtype.itemsize)
+    return tuning.block_sizes(tile, pages.kv.dtype.name)
 
 
 def _round_up(n: int, step: int) -> int:
@@ -354,10 +357,10 @@ class _TileScalars:
     ref: Ref
     count: int
 
-    def _read(self, name: str, t: jax.Array) -> jax.Array:
+    def _read(self, name: str, t: Scalar) -> jax.Array:
         return self.ref[_FIELDS.index(name) * (self.count + 1) + t]
 
-    def __getattr__(self, name: str) -> Callable[[jax.Array], jax.Array]:
+    def __getattr__(self, name: str) -> Callable[[Scalar], jax.Array]:
         return functools.partial(self._read, name)
 
 
@@ -389,11 +392,11 @@ class _Fetch:
         for k in range(ahead):
             self.start_next(k)
 
-    def start_ids(self, t: jax.Array | int) -> None:
+    def start_ids(self, t: Scalar) -> None:
         """Starts the page ids of a tile's sequence."""
         pl.when(t < pl.num_programs(0))(lambda: self._ids(t).start())
 
-    def start_next(self, k: jax.Array | int) -> None:
+    def start_next(self, k: Scalar) -> None:
         """Starts the block at the cursor, number k, if there is one; whatever of it is there."""
         t, j, n = self.cursor[1], self.cursor[2], self.plan.pages_per_block
 
@@ -410,23 +413,23 @@ class _Fetch:
 
             self.move_behind(t, j)
 
-    def start_share(self, t: jax.Array, j: jax.Array, k: jax.Array, share: int) -> None:
+    def start_share(self, t: Scalar, j: Scalar, k: Scalar, share: int) -> None:
         """Starts a head's share of block j of tile t, number k, all of whose pages are there."""
         n, K = self.plan.pages_per_block, self.plan.num_kv_heads
         self._start(t, j, k, range(share * n // K, (share + 1) * n // K))
 
-    def _start(self, t: jax.Array, j: jax.Array, k: jax.Array | int, pages: range) -> None:
+    def _start(self, t: Scalar, j: Scalar, k: Scalar, pages: range) -> None:
         for i in pages:
             self._page(t, j, k, i).start()
 
-    def move_behind(self, t: jax.Array, j: jax.Array) -> None:
+    def move_behind(self, t: Scalar, j: Scalar) -> None:
         """Moves the cursor to the block after block j of tile t."""
         is_last = j + 1 == self.tile.last(t)
         after = jnp.where(is_last, t + 1, t)
         self.cursor[1] = after
         self.cursor[2] = jnp.where(is_last, self.tile.first(after), j + 1)
 
-    def wait(self, t: jax.Array, j: jax.Array, k: jax.Array) -> jax.Array:
+    def wait(self, t: Scalar, j: Scalar, k: Scalar) -> Scalar:
         """Waits for block j of tile t, number k, and blanks what no row sees of it.
 
         Returns:
@@ -440,7 +443,7 @@ class _Fetch:
         start = jnp.clip(self.tile.low(t) - j * S, 0, S)
         end = jnp.clip(self.tile.high(t) - j * S, start, S)
 
-        def blank(i: jax.Array, _: None) -> None:
+        def blank(i: Scalar, _: None) -> None:
             page = self.buffers[slot, i]
             token = i * P + lax.broadcasted_iota(jnp.int32, page.shape, 1)
             seen = (token >= start) & (token < end)
@@ -450,28 +453,28 @@ class _Fetch:
         lax.fori_loop(lax.div(end, P), self.plan.pages_per_block, blank, None)
         return slot
 
-    def wait_whole(self, k: jax.Array) -> jax.Array:
+    def wait_whole(self, k: Scalar) -> Scalar:
         """The same of a block all of whose pages are there."""
         self._arrival(k, self.plan.pages_per_block).wait()
         return self._slot(k)
 
-    def _arrival(self, k: jax.Array, num_pages: jax.Array | int) -> Any:
+    def _arrival(self, k: Scalar, num_pages: Scalar) -> Any:
         """Stands for so many pages of block number k: a wait asks for their bytes alone."""
         slot = self._slot(k)
         pages = self.buffers.at[slot, pl.ds(0, num_pages)]
         return pltpu.make_async_copy(pages, pages, self.pages_arrived.at[slot])
 
-    def _slot(self, number: jax.Array | int) -> jax.Array | int:
+    def _slot(self, number: Scalar) -> Scalar:
         return number & (self.plan.num_buffers - 1)
 
-    def _pages(self, t: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _pages(self, t: Scalar, j: Scalar) -> tuple[jax.Array, jax.Array]:
         """The pages [low, high) of block j that hold keys of tile t."""
         P, n = self.plan.page_size, self.plan.pages_per_block
         low = lax.div(self.tile.low(t), jnp.int32(P)) - j * n
         high = lax.div(self.tile.high(t) + P - 1, jnp.int32(P)) - j * n
         return jnp.maximum(low, 0), jnp.minimum(high, n)
 
-    def _page(self, t: jax.Array, j: jax.Array, k: jax.Array | int, i: jax.Array | int) -> Any:
+    def _page(self, t: Scalar, j: Scalar, k: Scalar, i: Scalar) -> Any:
         slot = self._slot(k)
         place = self._slot(t) * self.plan.table_width + j * self.plan.pages_per_block + i
         target = self.buffers.at[slot, i]
@@ -479,7 +482,7 @@ class _Fetch:
             self.kv.at[self.ids[place]], target, self.pages_arrived.at[slot]
         )
 
-    def _ids(self, t: jax.Array | int) -> Any:
+    def _ids(self, t: Scalar) -> Any:
         width, slot = self.plan.table_width, self._slot(t)
         start = pl.multiple_of(self.tile.seq(t) * width, width)
         row, target = self.table.at[pl.ds(start, width)], self.ids.at[pl.ds(slot * width, width)]
@@ -509,8 +512,8 @@ class _Softmax:
 
     def add(
         self,
-        slot: jax.Array,
-        j: jax.Array,
+        slot: Scalar,
+        j: Scalar,
         *,
         masked: bool = False,
         between: Callable[[int], None] = lambda head: None,
@@ -552,12 +555,12 @@ class _Softmax:
             out[0, h] = (self.weighted[h] * (decay / safe)).astype(out.dtype)
             lse[0, h] = m_new / LOG2_E + jnp.log(total)
 
-    def _heads(self, slot: jax.Array, index: int) -> jax.Array:
+    def _heads(self, slot: Scalar, index: int) -> jax.Array:
         """K or V of a head, `[block_tokens, D]`."""
         x = self.buffers[slot, :, index].astype(self.plan.dtype)
         return x.reshape(self.plan.block_tokens, self.plan.head_dim)
 
-    def _logits(self, slot: jax.Array, h: int) -> jax.Array:
+    def _logits(self, slot: Scalar, h: int) -> jax.Array:
         options = self.plan.options
         x = self._dot(self.q[0, h], self._heads(slot, 2 * h), 1, 1)
         if options.soft_cap is None:
@@ -578,7 +581,7 @@ class _Softmax:
         self.maximum[h], self.total[h] = m_new, total
         return jnp.concatenate(weights, axis=1).astype(self.plan.dtype), decay[:, :1]
 
-    def _visible(self, j: jax.Array) -> jax.Array:
+    def _visible(self, j: Scalar) -> jax.Array:
         """Which keys of block j each row sees, `[R, block_tokens]`."""
         bounds = self.bounds[0]
         R, S = self.plan.rows, self.plan.block_tokens

@@ -21,35 +21,36 @@ class BlockSizes:
     """Sizes of a call of the kernel.
 
     Attributes:
-      block_tokens: keys of a block, the unit of work; rounded to whole pages and registers.
+      block_bytes: of K and V of a block, the unit of work.
+      block_tokens: keys of a block at most; rounded to whole pages and registers.
       num_buffers: blocks in memory at once, a power of two; all but one are being fetched.
       heads_ahead: KV heads whose first product is taken ahead of a head's second one.
       tile_rows: query rows times G of a tile of many rows.
     """
 
-    block_tokens: int = 512
+    block_bytes: int = 2 << 20
+    block_tokens: int = 1024
     num_buffers: int = 2
-    heads_ahead: int = 8
+    heads_ahead: int = 16
     tile_rows: int = 512
 
 
-def block_sizes(tile: Tile, dtype: str, token_bytes: int) -> BlockSizes:
+def block_sizes(tile: Tile, dtype: str) -> BlockSizes:
     """Sizes for the chip that is compiled for.
 
     Args:
       tile: whether a tile is one query row or many.
       dtype: name of the type of K and V in the pages.
-      token_bytes: of K and V of a token.
     """
     for row in _table(_chip()):
         if (row["tile"], row["dtype"]) == (tile, dtype):
             sizes = BlockSizes(**{k: v for k, v in row.items() if k not in ("tile", "dtype")})
             break
     else:
-        sizes = BlockSizes() if tile == "row" else BlockSizes(heads_ahead=1)
-    # An eighth of the fast memory for a buffer leaves room for tiles of queries.
-    most = vmem_bytes() // 8 // token_bytes
-    return BlockSizes(**(vars(sizes) | {"block_tokens": min(sizes.block_tokens, most)}))
+        sizes = BlockSizes()
+        if tile == "rows":  # whose logits fill the registers by themselves
+            sizes = BlockSizes(block_tokens=512, heads_ahead=1)
+    return sizes
 
 
 def vmem_bytes() -> int:
@@ -58,7 +59,7 @@ def vmem_bytes() -> int:
 
 
 def _chip() -> str:
-    return str(pltpu.get_tpu_info().chip_version.value) if pltpu.is_tpu_device() else ""
+    return str(pltpu.get_tpu_info().chip_version) if pltpu.is_tpu_device() else ""
 
 
 @cache

@@ -20,6 +20,18 @@ from pallas_kernels.attention import api, mosaic_tpu
 from pallas_kernels.page_write import write_pages
 from pallas_kernels.pages import Pages
 
+NAMES = (
+    "decode-bf16-h32-k8-d128-p16",
+    "decode-bf16-h32-k8-d128-p64",
+    "decode-bf16-h8-k1-d128-p16",
+    "decode-bf16-h16-k16-d128-p16",
+    "decode-bf16-h32-k8-d128-p16-w1024",
+    "prefill-bf16-h32-k8-d128-p16",
+    "mixed-bf16-h32-k8-d128-p64",
+    *(f"decode-bf16-h16-k4-d{D}-p16" for D in (64, 80, 96, 192, 256)),
+    *(f"decode-bf16-h15-k5-d128-p{P}" for P in (8, 32, 128, 256)),
+    "decode-f32-h9-k3-d64-p16",
+)
 POOL_TOKENS, TABLE_TOKENS = 65_536, 32_768
 STEPS = {"decode": (64, 64), "mixed": (512, 68), "prefill": (512, 4)}  # T and B
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
@@ -82,7 +94,6 @@ class Case:
       donates: the pool is returned.
       pool_bytes: of the pool.
       block_tokens: keys of a trip of the kernel's inner loop.
-      program: of several kernels of one name, which one is measured.
     """
 
     function: Callable[..., Any]
@@ -90,13 +101,13 @@ class Case:
     donates: bool
     pool_bytes: int
     block_tokens: int
-    program: int
 
 
 def ours(shape: Shape) -> Case:
     """A step: the tokens' K and V are written, then the queries attend."""
     pool = (POOL_TOKENS // shape.P, 2 * shape.K, shape.P, shape.D)
-    pages = Pages(kv=jax.ShapeDtypeStruct(pool, shape.dtype), layout="head_major")
+    kv: Any = jax.ShapeDtypeStruct(pool, shape.dtype)
+    pages = Pages(kv=kv, layout="head_major")
     new = jax.ShapeDtypeStruct((shape.T, shape.K, shape.D), shape.q.dtype)
 
     def step(pages: Pages, q: Any, k: Any, v: Any, slots: Any, *batch: Any) -> Any:
@@ -118,7 +129,6 @@ def ours(shape: Shape) -> Case:
         donates=True,
         pool_bytes=pages.kv.size * pages.kv.dtype.itemsize,
         block_tokens=mosaic_tpu.block_tokens(pages, "rows" if many else "row"),
-        program=-1,
     )
 
 
@@ -153,7 +163,6 @@ def peer(shape: Shape) -> Case:
         donates=False,
         pool_bytes=pool.size * pool.dtype.itemsize,
         block_tokens=block_pages * shape.P,
-        program=-1,
     )
 
 

@@ -54,8 +54,9 @@ def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
 
     Raises:
       TargetUnavailable: libtpu is not installed.
+      RuntimeError: the process ended early.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as complaints:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
@@ -64,7 +65,7 @@ def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
         names = ["/".join(case) for case in cases]
         command = [sys.executable, "-m", __name__, target, folder, *names]
         with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, env=environment, stdout=subprocess.PIPE, stderr=complaints, text=True
         ) as process:
             assert process.stdout is not None
             try:
@@ -73,6 +74,9 @@ def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
                     if "unavailable" in row:
                         raise TargetUnavailable(row["unavailable"])
                     yield Row(**row)
+                if process.wait():
+                    complaints.seek(0)
+                    raise RuntimeError(f"compiling for {target} ended with: {complaints.read()}")
             finally:
                 process.kill()
 
@@ -94,7 +98,9 @@ def measure(target: TpuTarget, kernel: str, name: str, folder: Path) -> Row:
     except Exception as error:  # whatever a compiler throws is the reason
         reason = str(error).strip().partition("\n")[0][:200]
         return Row(kernel, target.name, name, ok=False, reason=reason or type(error).__name__)
-    schedule = read_schedule(folder, "ragged_paged_attention")[case.program]
+    # A step of rows of both kinds holds two programs; the one with the larger tiles is told of.
+    schedules = read_schedule(folder, "ragged_paged_attention")
+    schedule = max(schedules, key=lambda one: one.inner.mxu if one.inner else 0)
     memory, inner = compiled.memory_analysis(), schedule.inner
     assert inner is not None
     bundles = inner.bundles / case.block_tokens

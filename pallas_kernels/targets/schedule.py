@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DUMP_FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-_BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s*([A-Z]{2})?\s*:\s*(>*)\s*\{(.*)\}")
+_BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s*([A-Z]{2})?\s*:\s*(>*)\s*\{(.*)")
 # A bundle's instructions by unit, a row of the utilization table.
-_UNITS = (*("mxu", "xlu", "valu", "pop", "eup", "load", "fill", "store", "spill", "scalar"),)
+_UNITS = ("mxu", "xlu", "valu", "pop", "eup", "load", "fill", "store", "spill", "scalar")
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,21 @@ class Loop:
     """A loop's body.
 
     Attributes:
-      depth: loops around it, itself included.
+      start: its first bundle.
       bundles: of the body, those of loops within included, once each.
       mxu: instructions for the matrix units among them.
       mxu_bundles: bundles that hold one.
     """
 
-    depth: int
+    start: int
     bundles: int
     mxu: int
     mxu_bundles: int
+
+    def holds(self, other: "Loop") -> bool:
+        """The other one is within this one."""
+        inside = range(self.start, self.start + self.bundles)
+        return other is not self and other.start in inside
 
 
 @dataclass(frozen=True)
@@ -42,24 +47,31 @@ class Schedule:
     Attributes:
       loops: in the order of the program.
       bundles: of the whole program, each once.
-      outside: those outside the innermost loops with products: what a tile or the call costs once.
       spill_slots: instructions that spill a vector register, or fill one.
     """
 
     loops: tuple[Loop, ...]
     bundles: int
-    outside: int
     spill_slots: int
 
     @property
+    def working(self) -> list[Loop]:
+        """The innermost loops that take products."""
+        with_products = [loop for loop in self.loops if loop.mxu]
+        return [loop for loop in with_products if not any(map(loop.holds, with_products))]
+
+    @property
+    def outside(self) -> int:
+        """Bundles outside the working loops, each once: what a tile and the call cost besides."""
+        return self.bundles - sum(loop.bundles for loop in self.working)
+
+    @property
     def inner(self) -> Loop | None:
-        """The loop that does the bulk of the products: of those with at least half as many as the
-        one with the most, and none within, the shortest. None where there are no products."""
-        most = max((loop.mxu for loop in self.loops), default=0)
-        working = [loop for loop in self.loops if most and 2 * loop.mxu >= most]
-        depth = max((loop.depth for loop in working), default=0)
-        deepest = [loop for loop in working if loop.depth == depth]
-        return min(deepest, key=lambda loop: loop.bundles, default=None)
+        """The working loop that most trips are expected of: the shortest of those that take at
+        least half as many products as any other. None where there are no products."""
+        most = max((loop.mxu for loop in self.working), default=0)
+        bulky = [loop for loop in self.working if 2 * loop.mxu >= most]
+        return min(bulky, key=lambda loop: loop.bundles, default=None)
 
 
 def read_schedule(folder: Path, kernel: str) -> list[Schedule]:
@@ -85,21 +97,16 @@ def _read(path: Path) -> Schedule:
     depths, begins = _bundles(path)
     if len(used) != len(depths):
         raise ValueError(f"{path}: {len(depths)} bundles, {len(used)} rows of their use")
-    loops, inside = [], [0] * len(depths)
+    loops = []
     for start in begins:
         depth = depths[start]
         end = next((i for i in range(start + 1, len(depths)) if _ends(i, depth, depths, begins)), 0)
         body = used[start : end or len(depths)]
         mxu = [row["mxu"] for row in body]
-        loops.append(Loop(depth, len(body), sum(mxu), sum(n > 0 for n in mxu)))
-        if sum(mxu):
-            for i in range(start, start + len(body)):
-                inside[i] = max(inside[i], depth)
-    deepest = max(inside, default=0)
+        loops.append(Loop(start, len(body), sum(mxu), sum(n > 0 for n in mxu)))
     return Schedule(
         loops=tuple(loops),
         bundles=len(depths),
-        outside=sum(depth < deepest for depth in inside),
         spill_slots=sum(row["fill"] + row["spill"] for row in used),
     )
 
@@ -123,7 +130,7 @@ def _bundles(path: Path) -> tuple[list[int], list[int]]:
                 tag, marks, content = found.groups()
                 if tag == "LB":
                     begins.append(len(depths))
-                # An empty bundle bears no marks: it waits where the one before it was.
-                is_empty = not content.strip() and depths
-                depths.append(depths[-1] if is_empty else len(marks))
+                # An empty bundle may bear no marks: it waits where the one before it was.
+                waits = not marks and content.startswith("}") and depths
+                depths.append(depths[-1] if waits else len(marks))
     return depths, begins
