@@ -16,6 +16,11 @@ candidates = $(if $(PYTHON),echo "$(PYTHON)",printf '%s\n' python3.14 python3.13
 found = $(shell { $(candidates); } 2>/dev/null | while read -r python; do \
     "$$python" -c '$(fits)' </dev/null >/dev/null 2>&1 && echo "$$python" && break; done)
 
+# The compiler of TPUs that jax wants. Apart from the other packages: jax, where it finds it among
+# them, looks for TPUs at every start, and complains.
+libtpu := from importlib.metadata import requires; \
+    print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))
+
 # A PYTHON= that will not do is refused even when .venv is there already.
 ifneq ($(strip $(PYTHON)),)
 ifeq ($(found),)
@@ -69,4 +74,7 @@ $(READY): pyproject.toml | $(RUN)
 	@echo "installing jaxkv and its tools into $(VENV): a minute or two"
 	@$(RUN) -m ensurepip >/dev/null
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target $(VENV)/targets "$$($(RUN) -c '$(libtpu)')" 2>/dev/null || \
+	    echo "no compiler for TPUs on this platform: tests that need it will be skipped"
 	@touch $@

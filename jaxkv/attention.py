@@ -24,8 +24,8 @@ BACKEND_NAMES = tuple(sorted(BACKENDS))
 
 
 def preferred_layout() -> Layout:
-    """Physical page layout that attention reads fastest on this process's platform."""
-    return "token_major" if jax.default_backend() == "tpu" else "head_major"
+    """Physical page layout that attention reads fastest, on every platform so far."""
+    return "head_major"
 
 
 @jax.tree_util.register_dataclass

@@ -4,8 +4,9 @@
   python scripts kernels --target v6e --json
   python scripts kernels --target v5e --shape decode-bf16-h32-k8-d128-p16 --shape prefill-...
 
-A shape's name is step (decode, mixed, prefill), type of K and V (bf16, f32), H, K, D, P, and a
-window perhaps (-w1024). Beside ours, `mosaic_tpu`, stands JAX's own kernel, `jax_rpa`.
+A shape's name is step (decode, mixed, prefill), type of K and V (bf16, f32, or codes with scales:
+int8, e4m3, e5m2), H, K, D, P, and a window perhaps (-w1024). Beside ours, `mosaic_tpu`, stands
+JAX's own kernel, `jax_rpa`.
 
   bundles  of the inner loop, a token of K and V of all heads: cycles, while memory keeps up
   HBM      cycles in which the chip's memory delivers that token

@@ -15,13 +15,16 @@ through a general path with the same arithmetic. Blocks begin at multiples of `b
 row's sums are cut at the same places whatever surrounds it.
 
 Where each sequence has one query, a tile is one row of G heads; longer ones are cut into tiles of
-many rows, in a call of the kernel of their own. Source: FlashAttention-2, arXiv 2307.08691; the
-pipeline of pages is that of Ragged Paged Attention, arXiv 2604.15464.
+many rows, in a call of the kernel of their own.
+
+Codes come with the scales of their page by a second DMA; fixed scales go into the queries and the
+output. Scales multiply logits and weights, a number a key, not the codes. Source: FlashAttention-2,
+arXiv 2307.08691; the pipeline of pages is that of Ragged Paged Attention, arXiv 2604.15464.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +40,12 @@ from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.attention.tiles import Tiles
 from pallas_kernels.attention.tuning import BlockSizes, Tile
 from pallas_kernels.pages import Pages
-from pallas_kernels.quantised_pages import AnyPages
+from pallas_kernels.quantised_pages import AnyPages, SymmetricPages
 
 LANES, SUBLANES = 128, 8
 LOG2_E = math.log2(math.e)
 MAX_TABLE_WIDTH = 1 << 16  # page ids of a sequence: two rows of them must fit into SMEM
+KernelPages = Pages | SymmetricPages
 Ref = Any
 Scalar = jax.Array | int  # int32, traced where it is an array
 
@@ -50,11 +54,11 @@ def refusal(
     q: jax.Array, pages: AnyPages, page_table: jax.Array, options: AttentionOptions
 ) -> str | None:
     """Why these arrays cannot be taken, or None."""
-    if not isinstance(pages, Pages):
+    if not isinstance(pages, Pages | SymmetricPages):
         return f"{type(pages).__name__} are not read yet"
     if pages.layout != "head_major":
         return "pages must be head-major"
-    if jnp.float16 in (q.dtype, pages.kv.dtype):
+    if jnp.float16 in (q.dtype, pages.kv.dtype):  # no type of codes either
         return "float16 is no type of a TPU's vector unit"
     if pages.page_size % SUBLANES:
         return f"P = {pages.page_size} is not a multiple of {SUBLANES}"
@@ -66,7 +70,7 @@ def refusal(
 @jax.jit(static_argnames="options")
 def ragged_paged_attention(
     q: jax.Array,
-    pages: Pages,
+    pages: KernelPages,
     page_table: jax.Array,
     ragged: Ragged,
     sinks: jax.Array | None,
@@ -115,7 +119,7 @@ class _Plan:
 
     @classmethod
     def choose(
-        cls, q: jax.Array, pages: Pages, tile: int, M: int, options: AttentionOptions
+        cls, q: jax.Array, pages: KernelPages, tile: int, M: int, options: AttentionOptions
     ) -> "_Plan":
         K = pages.num_kv_heads
         f32 = jnp.float32 in (q.dtype, pages.kv.dtype)
@@ -139,7 +143,7 @@ class _Plan:
         return self.block_tokens // self.page_size
 
 
-def block_tokens(pages: Pages, tile: Tile) -> int:
+def block_tokens(pages: KernelPages, tile: Tile) -> int:
     """Keys of a block, for the chip that is compiled for."""
     step = math.lcm(pages.page_size, LANES)  # whole pages and whole registers
     token = 2 * pages.num_kv_heads * _round_up(pages.head_dim, LANES) * pages.kv.dtype.itemsize
@@ -149,7 +153,7 @@ def block_tokens(pages: Pages, tile: Tile) -> int:
     return step * max(1, min(sizes.block_tokens, most) // step)
 
 
-def _sizes(pages: Pages, tile: Tile) -> BlockSizes:
+def _sizes(pages: KernelPages, tile: Tile) -> BlockSizes:
     return tuning.block_sizes(tile, pages.kv.dtype.name)
 
 
@@ -159,7 +163,7 @@ def _round_up(n: int, step: int) -> int:
 
 def _attend(
     q: jax.Array,
-    pages: Pages,
+    pages: KernelPages,
     page_table: jax.Array,
     ragged: Ragged,
     sinks: jax.Array | None,
@@ -179,6 +183,9 @@ def _attend(
     _, position = ragged.place(rows, tiles.seq[:, None])
     bounds = jnp.stack(_visible(position, options), axis=-1)  # [count, tile, 2]
     scalars = _scalars(plan, tiles, bounds)
+    fixed = pages.scales if isinstance(pages, SymmetricPages) and pages.is_static else None
+    if fixed is not None:
+        q = _times(q, jnp.repeat(fixed[0::2], G))
     grouped = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
     grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
     unused = R - tile * G
@@ -196,11 +203,18 @@ def _attend(
     lse = lse[:, :, : tile * G, 0].reshape(tiles.count, K, tile, G)
     out = out[index[0], :, index[1]].reshape(T, H, D)
     lse = lse[index[0], :, index[1]].reshape(T, H)
+    if fixed is not None:
+        out = _times(out, jnp.repeat(fixed[1::2], G))
     padding = ragged.rows(T)[1] == PADDING
     return (
         jnp.where(padding[:, None, None], 0, out),
         jnp.where(padding[:, None], -jnp.inf, lse),
     )
+
+
+def _times(x: jax.Array, by_head: jax.Array) -> jax.Array:
+    """`x [T, H, D]` times a number a head, in float32."""
+    return (x.astype(jnp.float32) * by_head[None, :, None]).astype(x.dtype)
 
 
 def _visible(position: jax.Array, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
@@ -252,12 +266,13 @@ def _call(
     bounds: jax.Array,
     sink: jax.Array,
     table: jax.Array,
-    pages: Pages,
+    pages: KernelPages,
     out_dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel over the tiles in use."""
     K, R, D = plan.num_kv_heads, plan.rows, plan.head_dim
-    buffers = (plan.num_buffers, plan.pages_per_block, *pages.kv.shape[1:])
+    pools = list(pages.paged.values())
+    of_block = (plan.num_buffers, plan.pages_per_block)
 
     def of_tile(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda t, *_: (t, *(0 for _ in shape)))
@@ -269,14 +284,13 @@ def _call(
             of_tile(K, R, D),
             of_tile(R, 2),
             pl.BlockSpec((K, R, 1), lambda t, *_: (0, 0, 0)),
-            pl.BlockSpec(memory_space=pltpu.HBM),
-            pl.BlockSpec(memory_space=pltpu.HBM),
+            *[pl.BlockSpec(memory_space=pltpu.HBM)] * (1 + len(pools)),
         ],
         out_specs=[of_tile(K, R, D), of_tile(K, R, 1)],
         scratch_shapes=[
             pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
             pltpu.SMEM((3,), jnp.int32),
-            pltpu.VMEM(buffers, pages.kv.dtype),
+            [pltpu.VMEM((*of_block, *pool.shape[1:]), pool.dtype) for pool in pools],
             pltpu.VMEM((K, R, LANES), jnp.float32),
             pltpu.VMEM((K, R, LANES), jnp.float32),
             pltpu.VMEM((K, R, D), jnp.float32),
@@ -298,7 +312,7 @@ def _call(
             vmem_limit_bytes=tuning.vmem_bytes() * 7 // 8,
         ),
         name="ragged_paged_attention",
-    )(scalars, q, bounds, sink, table, pages.kv)
+    )(scalars, q, bounds, sink, table, *pools)
 
 
 def _kernel(
@@ -309,22 +323,13 @@ def _kernel(
     bounds: Ref,
     sink: Ref,
     table: Ref,
-    kv: Ref,
-    out: Ref,
-    lse: Ref,
-    ids: Ref,
-    cursor: Ref,
-    buffers: Ref,
-    maximum: Ref,
-    total: Ref,
-    weighted: Ref,
-    ids_arrived: Ref,
-    pages_arrived: Ref,
+    *refs: Ref,
 ) -> None:
     """One tile of query rows."""
+    *pools, out, lse, ids, cursor, buffers, maximum, total, weighted, ids_in, pages_in = refs
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = _TileScalars(scalars, count)
-    fetch = _Fetch(plan, tile, table, kv, ids, cursor, buffers, ids_arrived, pages_arrived)
+    fetch = _Fetch(plan, tile, table, pools, ids, cursor, buffers, ids_in, pages_in)
     softmax = _Softmax(plan, q, bounds, buffers, maximum, total, weighted)
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
@@ -376,10 +381,10 @@ class _Fetch:
     plan: _Plan
     tile: _TileScalars
     table: Ref
-    kv: Ref
+    pools: Sequence[Ref]
     ids: Ref
     cursor: Ref
-    buffers: Ref
+    buffers: Sequence[Ref]
     ids_arrived: Ref
     pages_arrived: Ref
 
@@ -409,7 +414,7 @@ class _Fetch:
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                lax.fori_loop(low, high, lambda i, _: self._page(t, j, k, i).start(), None)
+                lax.fori_loop(low, high, lambda i, _: self._page(t, j, k, i), None)
 
             self.move_behind(t, j)
 
@@ -420,7 +425,7 @@ class _Fetch:
 
     def _start(self, t: Scalar, j: Scalar, k: Scalar, pages: range) -> None:
         for i in pages:
-            self._page(t, j, k, i).start()
+            self._page(t, j, k, i)
 
     def move_behind(self, t: Scalar, j: Scalar) -> None:
         """Moves the cursor to the block after block j of tile t."""
@@ -436,7 +441,7 @@ class _Fetch:
           The number of its buffer.
         """
         low, high = self._pages(t, j)
-        pl.when(low < high)(lambda: self._arrival(k, high - low).wait())
+        pl.when(low < high)(lambda: self._wait(k, high - low))
         slot = self._slot(k)
         # Of the block's tokens [start, end) are seen; what is not may be NaN, and 0 * NaN is NaN.
         P, S = jnp.int32(self.plan.page_size), self.plan.block_tokens
@@ -444,10 +449,11 @@ class _Fetch:
         end = jnp.clip(self.tile.high(t) - j * S, start, S)
 
         def blank(i: Scalar, _: None) -> None:
-            page = self.buffers[slot, i]
-            token = i * P + lax.broadcasted_iota(jnp.int32, page.shape, 1)
-            seen = (token >= start) & (token < end)
-            self.buffers[slot, i] = jnp.where(seen, page, jnp.zeros_like(page))
+            for buffer in self.buffers:
+                page = buffer[slot, i]
+                token = i * P + lax.broadcasted_iota(jnp.int32, page.shape, 1)
+                seen = (token >= start) & (token < end)
+                buffer[slot, i] = jnp.where(seen, page, jnp.zeros_like(page))
 
         lax.fori_loop(0, lax.div(start + P - 1, P), blank, None)
         lax.fori_loop(lax.div(end, P), self.plan.pages_per_block, blank, None)
@@ -455,14 +461,15 @@ class _Fetch:
 
     def wait_whole(self, k: Scalar) -> Scalar:
         """The same of a block all of whose pages are there."""
-        self._arrival(k, self.plan.pages_per_block).wait()
+        self._wait(k, self.plan.pages_per_block)
         return self._slot(k)
 
-    def _arrival(self, k: Scalar, num_pages: Scalar) -> Any:
-        """Stands for so many pages of block number k: a wait asks for their bytes alone."""
+    def _wait(self, k: Scalar, num_pages: Scalar) -> None:
+        """Waits for so many pages of block number k: it is their bytes that count."""
         slot = self._slot(k)
-        pages = self.buffers.at[slot, pl.ds(0, num_pages)]
-        return pltpu.make_async_copy(pages, pages, self.pages_arrived.at[slot])
+        for buffer in self.buffers:
+            pages = buffer.at[slot, pl.ds(0, num_pages)]
+            pltpu.make_async_copy(pages, pages, self.pages_arrived.at[slot]).wait()
 
     def _slot(self, number: Scalar) -> Scalar:
         return number & (self.plan.num_buffers - 1)
@@ -474,13 +481,14 @@ class _Fetch:
         high = lax.div(self.tile.high(t) + P - 1, jnp.int32(P)) - j * n
         return jnp.maximum(low, 0), jnp.minimum(high, n)
 
-    def _page(self, t: Scalar, j: Scalar, k: Scalar, i: Scalar) -> Any:
+    def _page(self, t: Scalar, j: Scalar, k: Scalar, i: Scalar) -> None:
+        """Starts page i of block j of tile t, number k."""
         slot = self._slot(k)
         place = self._slot(t) * self.plan.table_width + j * self.plan.pages_per_block + i
-        target = self.buffers.at[slot, i]
-        return pltpu.make_async_copy(
-            self.kv.at[self.ids[place]], target, self.pages_arrived.at[slot]
-        )
+        page = self.ids[place]
+        for pool, buffer in zip(self.pools, self.buffers, strict=True):
+            arrived = self.pages_arrived.at[slot]
+            pltpu.make_async_copy(pool.at[page], buffer.at[slot, i], arrived).start()
 
     def _ids(self, t: Scalar) -> Any:
         width, slot = self.plan.table_width, self._slot(t)
@@ -499,7 +507,7 @@ class _Softmax:
     plan: _Plan
     q: Ref
     bounds: Ref
-    buffers: Ref
+    buffers: Sequence[Ref]
     maximum: Ref
     total: Ref
     weighted: Ref
@@ -530,10 +538,11 @@ class _Softmax:
         # Some heads' first products go ahead: their softmax then runs under other products.
         K, logits = self.plan.num_kv_heads, {}
         visible = self._visible(j) if masked else None
+        scales = self._scales(slot)
         lead = self.plan.heads_ahead
         for i in range(K + lead):
             if i < K:
-                logits[i] = self._logits(slot, i)
+                logits[i] = self._logits(slot, i, scales)
                 if visible is not None:
                     logits[i] = jnp.where(visible, logits[i], -jnp.inf)
             h = i - lead
@@ -542,6 +551,9 @@ class _Softmax:
             weights, decay = self._weigh(h, logits.pop(h))
             between(h)
             v = self._heads(slot, 2 * h + 1)
+            if scales is not None:
+                weights = weights * scales[2 * h + 1 : 2 * h + 2]
+            weights = weights.astype(self.plan.dtype)
             self.weighted[h] = self.weighted[h] * decay + self._dot(weights, v, 1, 0)
 
     def finish(self, sink: Ref, out: Ref, lse: Ref) -> None:
@@ -557,12 +569,21 @@ class _Softmax:
 
     def _heads(self, slot: Scalar, index: int) -> jax.Array:
         """K or V of a head, `[block_tokens, D]`."""
-        x = self.buffers[slot, :, index].astype(self.plan.dtype)
+        x = self.buffers[0][slot, :, index].astype(self.plan.dtype)
         return x.reshape(self.plan.block_tokens, self.plan.head_dim)
 
-    def _logits(self, slot: Scalar, h: int) -> jax.Array:
+    def _scales(self, slot: Scalar) -> jax.Array | None:
+        """Scales of a block's codes, `[2K, block_tokens]`, where pages have any."""
+        if len(self.buffers) == 1:
+            return None
+        pages = range(self.plan.pages_per_block)
+        return jnp.concatenate([self.buffers[1][slot, i] for i in pages], axis=1)
+
+    def _logits(self, slot: Scalar, h: int, scales: jax.Array | None) -> jax.Array:
         options = self.plan.options
         x = self._dot(self.q[0, h], self._heads(slot, 2 * h), 1, 1)
+        if scales is not None:
+            x = x * scales[2 * h : 2 * h + 1]
         if options.soft_cap is None:
             return x * (options.scale * LOG2_E)
         x = jnp.tanh(x * (options.scale / options.soft_cap))
@@ -579,7 +600,7 @@ class _Softmax:
             weights.append(jnp.exp2(logits[:, start : start + LANES] - finite))
             total += weights[-1]
         self.maximum[h], self.total[h] = m_new, total
-        return jnp.concatenate(weights, axis=1).astype(self.plan.dtype), decay[:, :1]
+        return jnp.concatenate(weights, axis=1), decay[:, :1]
 
     def _visible(self, j: Scalar) -> jax.Array:
         """Which keys of block j each row sees, `[R, block_tokens]`."""

@@ -5,3 +5,4 @@ from pallas_kernels.targets.schedule import read_schedule as read_schedule
 from pallas_kernels.targets.tpu import TPU_TARGETS as TPU_TARGETS
 from pallas_kernels.targets.tpu import TargetUnavailable as TargetUnavailable
 from pallas_kernels.targets.tpu import TpuTarget as TpuTarget
+from pallas_kernels.targets.tpu import find_compiler as find_compiler

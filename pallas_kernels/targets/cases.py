@@ -6,6 +6,7 @@ A name says it all:
     prefill-bf16-h32-k8-d128-p16    512 queries of 4 sequences
     mixed-...                       64 sequences of one query, and 448 queries of others
     decode-bf16-h8-k1-d256-p16-w512 with a window
+    decode-int8-h32-k8-d128-p64     codes (int8, e4m3, e5m2) with a scale a token and head
 """
 
 import re
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import api, mosaic_tpu
 from pallas_kernels.page_write import write_pages
 from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import SymmetricPages
 
 NAMES = (
     "decode-bf16-h32-k8-d128-p16",
@@ -31,10 +33,18 @@ NAMES = (
     *(f"decode-bf16-h16-k4-d{D}-p16" for D in (64, 80, 96, 192, 256)),
     *(f"decode-bf16-h15-k5-d128-p{P}" for P in (8, 32, 128, 256)),
     "decode-f32-h9-k3-d64-p16",
+    *(f"decode-{codes}-h32-k8-d128-p64" for codes in ("int8", "e4m3", "e5m2")),
+    "decode-int8-h32-k8-d128-p16",
 )
 POOL_TOKENS, TABLE_TOKENS = 65_536, 32_768
 STEPS = {"decode": (64, 64), "mixed": (512, 68), "prefill": (512, 4)}  # T and B
-DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+DTYPES = {
+    "bf16": jnp.bfloat16,
+    "f32": jnp.float32,
+    "int8": jnp.int8,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+}
 _NAME = re.compile(
     rf"({'|'.join(STEPS)})-({'|'.join(DTYPES)})-h(\d+)-k(\d+)-d(\d+)-p(\d+)(?:-w(\d+))?"
 )
@@ -70,9 +80,15 @@ class Shape:
         return cls(name, *STEPS[step], DTYPES[dtype], H, K, D, P, window)
 
     @property
+    def has_scales(self) -> bool:
+        """K and V are codes."""
+        return jnp.dtype(self.dtype).itemsize == 1
+
+    @property
     def token_bytes(self) -> int:
         """Of K and V of a token, without padding."""
-        return 2 * self.K * self.D * jnp.dtype(self.dtype).itemsize
+        scale = 4 if self.has_scales else 0
+        return 2 * self.K * (self.D * jnp.dtype(self.dtype).itemsize + scale)
 
     @property
     def q(self) -> jax.ShapeDtypeStruct:
@@ -108,9 +124,12 @@ def ours(shape: Shape) -> Case:
     pool = (POOL_TOKENS // shape.P, 2 * shape.K, shape.P, shape.D)
     kv: Any = jax.ShapeDtypeStruct(pool, shape.dtype)
     pages = Pages(kv=kv, layout="head_major")
+    if shape.has_scales:
+        scales: Any = jax.ShapeDtypeStruct(pool[:-1], jnp.float32)
+        pages = SymmetricPages(kv=kv, scales=scales, layout="head_major")
     new = jax.ShapeDtypeStruct((shape.T, shape.K, shape.D), shape.q.dtype)
 
-    def step(pages: Pages, q: Any, k: Any, v: Any, slots: Any, *batch: Any) -> Any:
+    def step(pages: Any, q: Any, k: Any, v: Any, slots: Any, *batch: Any) -> Any:
         pages = write_pages(pages, k, v, slots, backend="xla")
         out = api.ragged_paged_attention(
             q,
@@ -127,13 +146,19 @@ def ours(shape: Shape) -> Case:
         function=step,
         arguments=(pages, shape.q, new, new, _int32(shape.T), *shape.batch()),
         donates=True,
-        pool_bytes=pages.kv.size * pages.kv.dtype.itemsize,
+        pool_bytes=sum(array.size * array.dtype.itemsize for array in pages.paged.values()),
         block_tokens=mosaic_tpu.block_tokens(pages, "rows" if many else "row"),
     )
 
 
 def peer(shape: Shape) -> Case:
-    """JAX's own ragged paged attention over pages that are written already; 512 keys a trip."""
+    """JAX's own ragged paged attention over pages that are written already; 512 keys a trip.
+
+    Raises:
+      ValueError: the shape has scales.
+    """
+    if shape.has_scales:
+        raise ValueError("it takes no pages with scales")
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     pool = jax.ShapeDtypeStruct(

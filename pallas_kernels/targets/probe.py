@@ -59,7 +59,6 @@ def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as complaints:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
             "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
         }
         names = ["/".join(case) for case in cases]

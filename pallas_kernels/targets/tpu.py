@@ -1,10 +1,17 @@
-"""TPUs to compile for, none of which need be here: libtpu holds the compilers of all of them."""
+"""TPUs to compile for, none of which need be here: libtpu holds the compilers of all of them.
 
+libtpu is looked for where TPU_LIBRARY_PATH says, in the folder `targets` of the virtual environment
+(`make setup` puts it there), and among the installed packages.
+"""
+
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +24,17 @@ ARRAYS = 4  # matrix units of a core that together give its peak rate
 
 class TargetUnavailable(RuntimeError):
     """The compiler of a target is not installed."""
+
+
+def find_compiler() -> Path | None:
+    """Where libtpu is, if it is anywhere."""
+    package = importlib.util.find_spec("libtpu")
+    places = [
+        os.environ.get("TPU_LIBRARY_PATH"),
+        Path(sys.prefix, "targets", "libtpu", "libtpu.so"),
+        package and package.origin and Path(package.origin).with_name("libtpu.so"),
+    ]
+    return next((Path(place) for place in places if place and Path(place).is_file()), None)
 
 
 @dataclass(frozen=True)
@@ -38,14 +56,16 @@ class TpuTarget:
         Raises:
           TargetUnavailable: libtpu is not installed.
         """
+        compiler = find_compiler()
+        if compiler is None:
+            raise TargetUnavailable(
+                f"cannot compile for TPU {self.name} without libtpu: `make setup` installs it, "
+                "where the platform has it"
+            )
+        os.environ["TPU_LIBRARY_PATH"] = str(compiler)
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no server what machine this is
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nobody owns an absent chip
-        try:
-            return topologies.get_topology_desc(self.topology, "tpu").devices[0]
-        except (RuntimeError, ImportError, ValueError) as error:
-            raise TargetUnavailable(
-                f"cannot compile for TPU {self.name}: it needs libtpu, `pip install 'jax[tpu]'`"
-            ) from error
+        return topologies.get_topology_desc(self.topology, "tpu").devices[0]
 
     @property
     def info(self) -> pltpu.TpuInfo:

@@ -18,6 +18,7 @@ from pallas_kernels.attention import tuning
 from pallas_kernels.attention.tuning import BlockSizes
 from tests.kernels.batches import Batch, place, random_batch
 from tests.kernels.bits_suite import BitsSuite
+from tests.kernels.test_quantised_pages import check_attention
 
 SIMULATED = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -55,6 +56,11 @@ class Simulated(BitsSuite):
 
 class TestSmallBlocks(Simulated):
     sizes = BlockSizes(block_tokens=128, heads_ahead=1, tile_rows=64)
+
+    @pytest.mark.parametrize("window", [None, 13])
+    @pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "fp8_e5m2", "static"])
+    def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window):
+        check_attention(kind, "head_major", "mosaic_tpu", longest=300, window=window)
 
 
 @pytest.mark.slow

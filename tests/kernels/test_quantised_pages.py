@@ -212,8 +212,15 @@ def test_whatever_is_written_what_is_read_is_finite_and_near(kind, case):
 @every_layout
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_codes_is_attention_over_what_they_decode_to(kind, layout, backend):
-    batch = random_batch([21, 8, 37], [3, 1, 20], T=28, heads=(4, K), D=D)
-    placed = place(batch, P=P, M=5, layout=layout)
+    check_attention(kind, layout, backend, longest=37, window=13)
+
+
+def check_attention(
+    kind: str, layout: Layout, backend: str, *, longest: int, window: int | None
+) -> None:
+    """Of three sequences, the last of them `longest` tokens."""
+    batch = random_batch([21, 8, longest], [3, 1, 20], T=28, heads=(4, K), D=D)
+    placed = place(batch, P=P, M=-(-longest // P), layout=layout)
     num_pages = placed.pages.num_pages
     whole = np.nan_to_num(np.asarray(placed.pages.kv))
     exact = dataclasses.replace(placed.pages, kv=jnp.asarray(whole))
@@ -239,7 +246,7 @@ def test_attention_over_codes_is_attention_over_what_they_decode_to(kind, layout
         batch, keys=[kv[:, :, 0] for kv in flat], values=[kv[:, :, 1] for kv in flat]
     )
     scale = 1 / math.sqrt(D)
-    want, want_lse = naive_attention(stored, scale=scale, window=13)
+    want, want_lse = naive_attention(stored, scale=scale, window=window)
     got, lse = ragged_paged_attention(
         jnp.asarray(batch.q),
         pages,
@@ -247,7 +254,7 @@ def test_attention_over_codes_is_attention_over_what_they_decode_to(kind, layout
         placed.kv_lens,
         placed.query_starts,
         scale=scale,
-        window=13,
+        window=window,
         return_lse=True,
         backend=backend,
     )
