@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxkv.attention import BACKEND_NAMES
 from jaxkv.engine import (
     Completion,
     Engine,
@@ -33,6 +32,7 @@ from models.loading import LoadedModel
 from models.tokenizer import StreamDecoder, Tokenizer
 from scripts import console
 from scripts.serving import (
+    add_backend_argument,
     add_format_arguments,
     add_sampling_arguments,
     check_config,
@@ -81,7 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--pool-tokens", type=int, metavar="N", help="tokens in the cache (default: what is needed)"
     )
     add_format_arguments(cache)
-    add("--backend", choices=BACKEND_NAMES, help="of attention (default: the platform's best)")
+    add_backend_argument(cache)
     add("--deterministic", action="store_true", help="same bits whatever the batch; slower")
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
     return parser.parse_args(argv)

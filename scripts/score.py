@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxkv.attention import BACKEND_NAMES
 from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
 from models.errors import ModelError
 from scripts import console
+from scripts.serving import add_backend_argument
 
 if TYPE_CHECKING:
     from models.loading import LoadedModel
@@ -79,7 +79,7 @@ def _parse(argv: list[str]) -> Namespace:
     add("--page-size", type=int, default=16, metavar="P", help="tokens a page, 8 to 256 (16)")
     add("--chunk", type=int, default=512, metavar="T", help="most query tokens in a step (512)")
     add("--batch", type=int, default=8, metavar="B", help="most sequences in a step (8)")
-    add("--backend", choices=BACKEND_NAMES, help="of attention; default: the platform's best")
+    add_backend_argument(parser)
     add(
         "--deterministic",
         action="store_true",

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import jax
 
+from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import FORMATS, STATIC, KVRanges, preferred_page_size
 from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
 from models.errors import ModelError
 from models.loading import LoadedModel
+from pallas_kernels.attention.api import PREFERENCE
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, drawn: str) -> None:
@@ -26,6 +28,26 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, drawn: str) -> None:
     add("--min-p", type=float, default=0.0, metavar="P")
     add("--repetition-penalty", type=float, default=1.0, metavar="X")
     add("--seed", type=int, default=0, help=f"{drawn} i draws with seed + i")
+
+
+def add_backend_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds `--backend`, of those that run on this platform."""
+    here = jax.default_backend()
+
+    def backend(name: str) -> str:
+        if name not in BACKEND_NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(BACKEND_NAMES)}")
+        platforms = [platform for platform, names in PREFERENCE.items() if name in names]
+        if platforms and here not in platforms:
+            raise argparse.ArgumentTypeError(f"{name} is for {' and '.join(platforms)}, not {here}")
+        return name
+
+    parser.add_argument(
+        "--backend",
+        type=backend,
+        metavar="NAME",
+        help=f"of attention: {', '.join(BACKEND_NAMES)} (default: the platform's best)",
+    )
 
 
 def add_format_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -232,7 +232,8 @@ def test_a_file_without_cases_is_named(run, capsys):
         (("--batch", "0"), "max_sequences must be at least 1"),
         (("--chunk", "0"), "token_budget must be at least 1"),
         (("--new-tokens", "0"), "--new-tokens must be at least 1"),
-        (("--backend", "cuda"), "argument --backend: invalid choice"),
+        (("--backend", "cuda"), "argument --backend: 'cuda' is none of"),
+        (("--backend", "mosaic_tpu"), "argument --backend: mosaic_tpu is for tpu, not cpu"),
         (("--out", "no-such-folder/out.npz"), "no-such-folder is no directory"),
     ],
 )
