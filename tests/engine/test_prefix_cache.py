@@ -229,6 +229,7 @@ def test_a_request_that_pins_leave_no_room_for_ends_with_the_reason(tiny: Tiny):
     assert served.tokens == tiny.greedy(small.prompt, 2)
 
 
+@pytest.mark.slow
 def test_where_every_layer_slides_a_sequence_may_be_longer_than_the_pool(tiny: Tiny):
     layers = tuple(replace(layer, window=12) for layer in TINY.layers)
     model = decode_model(Decoder(replace(TINY, layers=layers), rngs=nnx.Rngs(0)))

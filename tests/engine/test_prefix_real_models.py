@@ -14,7 +14,7 @@ from tests.engine.disturbances import Disturb, logit_bits, preempt_at
 @pytest.mark.parametrize(
     ("name", "page_size", "kv_format"),
     [
-        ("gemma3", 16, "f32"),
+        pytest.param("gemma3", 16, "f32", marks=pytest.mark.slow),
         pytest.param("smollm2", 64, "f32", marks=pytest.mark.slow),
         pytest.param("smollm2", 32, "kivi2_r32_s1", marks=pytest.mark.slow),
         pytest.param("smollm2", 8, "f32", marks=pytest.mark.slow),

@@ -20,12 +20,15 @@ MOST_BUNDLES = {"v4": 1.7, "v5e": 1.7, "v5p": 1.7, "v6e": 1.5, "7x": 1.5}
 
 def check(row: Row) -> None:
     assert row.ok, row
-    # The pool is updated in place; where tiles pad it, the padding with it.
+    # The pool is updated in place; padded scales with their padding.
     assert row.alias_bytes is not None and row.pool_bytes is not None
     assert row.alias_bytes >= row.pool_bytes
-    if Shape.parse(row.shape).D % 128 == 0 and not Shape.parse(row.shape).has_scales:
+    shape = Shape.parse(row.shape)
+    if not shape.has_scales:
         assert row.alias_bytes == row.pool_bytes
-    assert row.temp_bytes is not None and row.temp_bytes < row.pool_bytes / 4
+    # XLA brings a pool of another D, or one with scales, into the kernel's layout at each step.
+    if shape.D % 128 == 0 and not shape.has_scales and shape.T == shape.B:
+        assert row.temp_bytes is not None and row.temp_bytes < row.pool_bytes / 4
 
 
 @needs_compiler

@@ -147,6 +147,7 @@ def test_a_prompt_without_room_for_an_answer_is_refused_and_the_next_one_is_serv
     assert turn.uncached_seconds is None
 
 
+@pytest.mark.slow
 def test_after_the_warm_up_nothing_is_cached_and_no_shape_is_new(loaded):
     batch = 3
     config = EngineConfig(max_sequences=batch, token_budget=100, pool_tokens=2048)
