@@ -76,5 +76,5 @@ $(READY): pyproject.toml | $(RUN)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	    --target $(VENV)/targets "$$($(RUN) -c '$(libtpu)')" 2>/dev/null || \
-	    echo "no compiler for TPUs on this platform: tests that need it will be skipped"
+	    echo "libtpu is not to be had here: tests that compile for TPUs will be skipped"
 	@touch $@

@@ -37,7 +37,12 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--target", action="append", choices=TPU_TARGETS, help="may be repeated; default: all")
     add("--kernel", action="append", choices=KERNELS, help="may be repeated; default: both")
-    add("--shape", action="append", metavar="NAME", help=f"may be repeated; default: {NAMES}")
+    add(
+        "--shape",
+        action="append",
+        metavar="NAME",
+        help=f"may be repeated; default: {', '.join(NAMES)}",
+    )
     add("--json", action="store_true", help="a JSON list of rows, raw numbers")
     args = parser.parse_args(argv)
     shapes = args.shape or NAMES
@@ -50,7 +55,7 @@ def main(argv: list[str]) -> int:
     rows = _rows(args.target or list(TPU_TARGETS), cases)
     try:
         if args.json:
-            print(json.dumps([row for row in rows], indent=1))
+            print(json.dumps(list(rows), indent=1))
         else:
             _print_table(rows)
     except TargetUnavailable as error:

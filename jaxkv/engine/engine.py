@@ -390,6 +390,7 @@ class Engine:
             sampled = jax.device_get(sampled)
         now = time.perf_counter()
         deltas = []
+        # Behind the sequences' tokens come those of padding.
         for row, (sequence, token) in enumerate(zip(plan.sequences, tokens, strict=False)):
             if sequence.num_uncomputed:
                 continue

@@ -83,7 +83,7 @@ def ragged_paged_attention(
     options = AttentionOptions(
         scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile, keys=keys
     )
-    refusals = {"mosaic_tpu": mosaic_tpu.refusal(q, pages, page_table, options)}
+    refusals = {"mosaic_tpu": mosaic_tpu.refusal(q, pages, page_table)}
     run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend, refusals)
     ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts)
     out, lse = run(q, pages, page_table, ragged, sinks, options)

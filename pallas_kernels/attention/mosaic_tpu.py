@@ -50,11 +50,9 @@ Ref = Any
 Scalar = jax.Array | int  # int32, traced where it is an array
 
 
-def refusal(
-    q: jax.Array, pages: AnyPages, page_table: jax.Array, options: AttentionOptions
-) -> str | None:
+def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
     """Why these arrays cannot be taken, or None."""
-    if not isinstance(pages, Pages | SymmetricPages):
+    if not isinstance(pages, KernelPages):
         return f"{type(pages).__name__} are not read yet"
     if pages.layout != "head_major":
         return "pages must be head-major"
@@ -181,7 +179,7 @@ def _attend(
 
     rows = tiles.first_row[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]  # [count, tile]
     _, position = ragged.place(rows, tiles.seq[:, None])
-    bounds = jnp.stack(_visible(position, options), axis=-1)  # [count, tile, 2]
+    bounds = jnp.stack(options.bounds(position), axis=-1)  # [count, tile, 2]
     scalars = _scalars(plan, tiles, bounds)
     fixed = pages.scales if isinstance(pages, SymmetricPages) and pages.is_static else None
     if fixed is not None:
@@ -215,17 +213,6 @@ def _attend(
 def _times(x: jax.Array, by_head: jax.Array) -> jax.Array:
     """`x [T, H, D]` times a number a head, in float32."""
     return (x.astype(jnp.float32) * by_head[None, :, None]).astype(x.dtype)
-
-
-def _visible(position: jax.Array, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
-    """Keys [low, high) that a query at `position [...]` sees; high <= low where none."""
-    low, high = jnp.zeros_like(position), position + 1
-    if options.window is not None:
-        low = jnp.maximum(low, position - options.window + 1)
-    if options.keys is not None:
-        first, end = options.keys.bounds(position)
-        low, high = jnp.maximum(low, first), jnp.minimum(high, end)
-    return low, high
 
 
 _FIELDS = ("seq", "first", "fast_first", "fast_last", "last", "low", "high")
@@ -460,7 +447,7 @@ class _Fetch:
         return slot
 
     def wait_whole(self, k: Scalar) -> Scalar:
-        """The same of a block all of whose pages are there."""
+        """Waits for block number k, of which every row sees all; returns its buffer's number."""
         self._wait(k, self.plan.pages_per_block)
         return self._slot(k)
 

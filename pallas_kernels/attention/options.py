@@ -57,3 +57,14 @@ class AttentionOptions:
     soft_cap: float | None = None
     query_tile: int | None = None
     keys: KeyPart | None = None
+
+    def bounds(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys `[low, high)` that a query at `position [...]` sees, none where high <= low; neither
+        falls as positions rise."""
+        low, high = jnp.zeros_like(position), position + 1
+        if self.window is not None:
+            low = jnp.maximum(low, position - self.window + 1)
+        if self.keys is not None:
+            first, end = self.keys.bounds(position)
+            low, high = jnp.maximum(low, first), jnp.minimum(high, end)
+        return low, high

@@ -69,13 +69,8 @@ class Tiles:
         first_row = ragged.query_starts[seq] + (index - starts[seq]) * tile
         end_row = jnp.minimum(first_row + tile, ragged.query_starts[seq + 1])
         offset = ragged.kv_lens[seq] - ragged.query_starts[seq + 1]  # position minus row
-        high = jnp.where(live, jnp.maximum(offset + end_row, 0), 0)
-        low = jnp.zeros_like(high)
-        if options.window is not None:
-            low = jnp.clip(offset + first_row - options.window + 1, 0, high)
-        if options.keys is not None:
-            high = jnp.minimum(high, options.keys.bounds(offset + end_row - 1)[1])
-            low = jnp.minimum(jnp.maximum(low, options.keys.bounds(offset + first_row)[0]), high)
+        high = jnp.where(live, jnp.maximum(options.bounds(offset + end_row - 1)[1], 0), 0)
+        low = jnp.minimum(options.bounds(offset + first_row)[0], high)
         return cls(count, starts[-1], starts, seq, first_row, end_row, low, high)
 
     def group(self, start: jax.Array | int, size: int) -> "Tiles":

@@ -105,6 +105,7 @@ def _walk_chunks(
     first = tiles.low // KV_CHUNK
     trips = jnp.max(-(-tiles.high // KV_CHUNK) - first)
     in_chunk = jnp.arange(KV_CHUNK, dtype=jnp.int32)
+    low, high = (bound[:, :, None] for bound in options.bounds(position))  # [W, tile, 1]
 
     def trip(j, state):
         m, total, acc = state
@@ -115,12 +116,7 @@ def _walk_chunks(
         logits = _batched_dot(q, k, contract=(3, 3)).reshape(W, K, tile, G, KV_CHUNK)
         if options.soft_cap is not None:
             logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-        visible = slot[:, None] <= position[:, :, None]  # [W, tile, C]
-        if options.window is not None:
-            visible &= slot[:, None] > position[:, :, None] - options.window
-        if options.keys is not None:
-            low, high = (bound[:, :, None] for bound in options.keys.bounds(position))
-            visible &= (slot[:, None] >= low) & (slot[:, None] < high)
+        visible = (slot[:, None] >= low) & (slot[:, None] < high)  # [W, tile, C]
         logits = jnp.where(visible[:, None, :, None], logits, -jnp.inf)
 
         m_new = jnp.maximum(m, logits.max(axis=-1))
