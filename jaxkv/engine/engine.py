@@ -231,6 +231,9 @@ class Engine:
         layout = self._layout(self.shapes.fit(plan))
         for sequence in plan.started:
             self._sampling.set(sequence.row, sequence.request.sampling)
+            if not sequence.was_preempted:
+                self.metrics.prompt_tokens += len(sequence.tokens)
+                self.metrics.cached_tokens += sequence.num_found
         buffer = build_buffer(plan, layout, self._tables, self._sampling.controls)
         seen = self._sampling.seen(plan.seen, layout.shape.num_sequences)
         launched = time.perf_counter()
@@ -453,10 +456,6 @@ class Engine:
     def _count(self, plan: StepPlan, seconds: float) -> None:
         metrics = self.metrics
         metrics.add_step(plan.total_tokens, seconds, is_prefill=not plan.is_decode)
-        for sequence in plan.started:
-            if not sequence.was_preempted:
-                metrics.prompt_tokens += len(sequence.tokens)
-                metrics.cached_tokens += sequence.completion.cached_tokens
         metrics.copied_pages += len(plan.copies)
         metrics.num_preemptions = self._scheduler.num_preemptions
         metrics.step_shapes = len(self._layouts)

@@ -30,6 +30,9 @@ def test_a_hit_is_token_exact_and_leaves_one_token_to_compute(tiny: Tiny, page_s
     assert turn.tokens == tiny.greedy(longer, 4)
     parted = run(engine, Request(prompt=prompt[:29] + (96,) * 9, max_new_tokens=2))
     assert parted.cached_tokens == 29
+    metrics = engine.metrics
+    assert metrics.prompt_tokens == 2 * len(prompt) + len(longer) + 38
+    assert metrics.cached_tokens == 52 + 56 + 29
 
 
 def test_equal_prompts_of_one_step_are_computed_once(tiny: Tiny):
