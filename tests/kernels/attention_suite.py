@@ -111,12 +111,12 @@ class AttentionSuite:
     @pytest.mark.parametrize(
         "q_lens, T, layout",
         [
-            (DECODE, 8, "token_major"),
-            (DECODE, 8, "head_major"),
-            (MIXED, 48, "token_major"),
-            (PREFILL, 640, "head_major"),
+            *(pytest.param(DECODE, 8, layout, id=f"decode-{layout}") for layout in LAYOUTS),
+            pytest.param(MIXED, 48, "token_major", id="mixed-token_major"),
+            pytest.param(MIXED, 48, "paired", id="mixed-paired"),
+            pytest.param(PREFILL, 640, "head_major", id="prefill-head_major"),
+            pytest.param(PREFILL, 640, "paired", id="prefill-paired"),
         ],
-        ids=["decode", "head-major decode", "mixed", "head-major prefill"],
     )
     def test_every_length_of_cache_and_query_agrees_with_naive_attention(self, q_lens, T, layout):
         batch = random_batch(LENGTHS, q_lens, T=T)

@@ -34,7 +34,7 @@ class Simulated(BitsSuite):
 
     backend = "mosaic_tpu"
     tolerance: ClassVar = {"float32": 1e-5, "bfloat16": 2e-2}
-    layouts = ("head_major",)
+    layouts = ("paired",)
     row_options: ClassVar = {"query_tile": 64}
     sizes: ClassVar[BlockSizes]
 
@@ -70,11 +70,12 @@ class TestSmallBlocks(Simulated):
         [
             ("int8", None),
             ("static", 13),
+            ("int4", 13),
             *(pytest.param(f"fp8_{kind}", 13, marks=pytest.mark.slow) for kind in ("e4m3", "e5m2")),
         ],
     )
     def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window):
-        check_attention(kind, "head_major", "mosaic_tpu", longest=300, window=window)
+        check_attention(kind, "paired", "mosaic_tpu", longest=300, window=window)
 
 
 @pytest.mark.slow
@@ -90,14 +91,14 @@ class TestLongBlocks(Simulated):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (dict(layout="token_major"), "pages must be head-major"),
+        (dict(layout="head_major"), "pages must be paired"),
         (dict(P=12), "P = 12 is not a multiple of 8"),
         (dict(M=70_000), "M = 70000 page ids a sequence; at most 65536"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused_before_it_is_compiled(change, reason):
     batch = random_batch([5], [1], T=1)
-    placed = place(batch, **{"layout": "head_major", "M": 2} | change)
+    placed = place(batch, **{"layout": "paired", "M": 2} | change)
     arrays = placed.page_table, placed.kv_lens, placed.query_starts
     with pytest.raises(ValueError, match=f"mosaic_tpu does not take this: {reason}"):
         ragged_paged_attention(

@@ -24,10 +24,10 @@ def check(row: Row) -> None:
     assert row.alias_bytes is not None and row.pool_bytes is not None
     assert row.alias_bytes >= row.pool_bytes
     shape = Shape.parse(row.shape)
-    if not shape.has_scales:
+    if not shape.has_codes:
         assert row.alias_bytes == row.pool_bytes
     # XLA brings a pool of another D, or one with scales, into the kernel's layout at each step.
-    if shape.D % 128 == 0 and not shape.has_scales and shape.T == shape.B:
+    if shape.D % 128 == 0 and not shape.has_codes and shape.T == shape.B:
         assert row.temp_bytes is not None and row.temp_bytes < row.pool_bytes / 4
 
 
@@ -65,7 +65,7 @@ def test_every_row_of_a_table_of_block_sizes_compiles(table):
 @needs_compiler
 def test_what_does_not_compile_has_a_row_with_the_reason():
     (row,) = probe("v6e", [("jax_rpa", "decode-int8-h32-k8-d128-p64")])
-    assert (row.ok, row.reason) == (False, "it takes no pages with scales")
+    assert (row.ok, row.reason) == (False, "it takes no pages of codes")
 
 
 @pytest.mark.parametrize("name", NAMES)
