@@ -4,6 +4,7 @@ A step's inputs say which tokens of which sequences are computed; where each tok
 follows from the page table, on the device. Not here: projections, RoPE and norms (the model's).
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxkv.cache import KVCache, seal, write
+from jaxkv.cache import KVCache, LayerSpec, seal, write
 from jaxkv.cache.rotation import rotate
 from pallas_kernels import KeyPart, merge_partials
 from pallas_kernels.attention.api import BACKENDS
@@ -23,9 +24,23 @@ from pallas_kernels.pages import Layout
 BACKEND_NAMES = tuple(sorted(BACKENDS))
 
 
+TPU_ROW = 64  # elements of K that fill half a register's lanes; V fills the other half
+
+
 def preferred_layout() -> Layout:
-    """Physical page layout that attention reads fastest, on every platform so far."""
-    return "head_major"
+    """Physical page layout that attention reads fastest on this platform."""
+    return "paired" if jax.default_backend() == "tpu" else "head_major"
+
+
+def stored_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Layers with the D that their pages should have on this platform: more than the model's where
+    rows would not fill registers, since XLA then converts all of the pool at each step."""
+    if preferred_layout() != "paired":
+        return layers
+    return tuple(
+        dataclasses.replace(layer, head_dim=-(-layer.head_dim // TPU_ROW) * TPU_ROW)
+        for layer in layers
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +120,8 @@ def update_and_attend(
 ) -> tuple[jax.Array, KVCache]:
     """Writes a step's K and V into a layer's pages, then attends over them.
 
-    Both as the layer's format has it. The layer's window is that of its group.
+    Both as the layer's format has it. The layer's window is that of its group. Pages may have a
+    larger D than the model (`stored_layers`): it is filled with zeros.
 
     Args:
       cache: the cache; donated by the caller's jit, it is updated in place.
@@ -123,6 +139,8 @@ def update_and_attend(
     q, k, v = qkv
     if cache.formats[layer].rotates:
         q, k, v = (rotate(x) for x in (q, k, v))
+    D, stored = q.shape[2], cache.layers[layer].head_dim
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, stored - D))) for x in (q, k, v))
     cache = _write(cache, layer, k, v, step)
     options = dict(
         scale=scale,
@@ -131,7 +149,7 @@ def update_and_attend(
         query_tile=backend.query_tile,
         backend=backend.name,
     )
-    out = _attend(q, cache, layer, step, sinks, options)
+    out = _attend(q, cache, layer, step, sinks, options)[:, :, :D]
     return (rotate(out) if cache.formats[layer].rotates else out), cache
 
 

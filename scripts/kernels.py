@@ -4,9 +4,9 @@
   python scripts kernels --target v6e --json
   python scripts kernels --target v5e --shape decode-bf16-h32-k8-d128-p16 --shape prefill-...
 
-A shape's name is step (decode, mixed, prefill), type of K and V (bf16, f32, or codes with scales:
-int8, e4m3, e5m2), H, K, D, P, and a window perhaps (-w1024). Beside ours, `mosaic_tpu`, stands
-JAX's own kernel, `jax_rpa`.
+A shape's name is step (decode, mixed, prefill), type of K and V (bf16, f32, or codes with
+parameters: int8, e4m3, e5m2, int4), H, K, D, P, and a window perhaps (-w1024). Beside ours,
+`mosaic_tpu`, stands JAX's own kernel, `jax_rpa`.
 
   bundles  of the inner loop, a token of K and V of all heads: cycles, while memory keeps up
   HBM      cycles in which the chip's memory delivers that token
@@ -14,6 +14,7 @@ JAX's own kernel, `jax_rpa`.
   MXU      share of the inner loop's bundles with work for a matrix unit
   outside  bundles outside the inner loop, once each: a tile of queries, and the call
   spills   instructions that spill or fill a vector register
+  VMEM     MiB of the core's fast memory that the kernel takes
   in place bytes of the pool that the step updates in place, and of the pool
 """
 
@@ -24,7 +25,7 @@ from scripts import console
 
 HEAD = (
     *("kernel", "target", "shape", "bundles", "HBM", "binds", "MXU", "outside", "spills"),
-    "in place, MiB",
+    *("VMEM", "in place, MiB"),
 )
 
 
@@ -86,6 +87,7 @@ def _print_table(rows: Iterator[dict]) -> None:
                 f"{row['mxu_share']:.0%}",
                 f"{row['tile_bundles']}",
                 f"{row['spill_slots']}",
+                f"{row['vmem_bytes'] / 2**20:.1f}",
                 f"{row['alias_bytes'] / 2**20:.0f} of {row['pool_bytes'] / 2**20:.0f}",
             ]
         else:

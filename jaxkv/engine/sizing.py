@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from jaxkv.attention import preferred_layout
+from jaxkv.attention import preferred_layout, stored_layers
 from jaxkv.cache import (
     CacheSpec,
     LayerGroup,
@@ -30,9 +30,9 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
     Raises:
       ValueError: the formats do not fit the model (`jaxkv.cache.choose_formats`).
     """
-    P = config.page_size
-    formats = choose_formats(config.kv_format, model.layers, config.kv_ranges)
-    groups = group_pages(layer_pages(model.layers, formats))
+    P, layers = config.page_size, stored_layers(model.layers)
+    formats = choose_formats(config.kv_format, layers, config.kv_ranges)
+    groups = group_pages(layer_pages(layers, formats))
 
     def most_pages(group: LayerGroup) -> int | float:
         if group.window is None:
@@ -42,7 +42,7 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
     def spec(num_pages: int) -> CacheSpec:
         """With so many pages for the tokens of a full group, the null page not among them."""
         return CacheSpec(
-            layers=model.layers,
+            layers=layers,
             page_size=P,
             num_pages=tuple(int(min(num_pages, most_pages(group))) + 1 for group in groups),
             formats=formats,

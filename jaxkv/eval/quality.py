@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import AttentionBackend, StepInputs, preferred_layout
+from jaxkv.attention import AttentionBackend, StepInputs, preferred_layout, stored_layers
 from jaxkv.cache import (
     CacheSpec,
     KVCache,
@@ -65,10 +65,11 @@ class PagedText:
         chunk: int,
     ):
         """Makes an empty cache for `num_tokens` tokens, to be computed `chunk` at a time."""
-        groups = group_pages(layer_pages(model.layers, formats))
+        layers = stored_layers(model.layers)
+        groups = group_pages(layer_pages(layers, formats))
         num_pages = -(-num_tokens // page_size)
         self.spec = CacheSpec(
-            layers=model.layers,
+            layers=layers,
             page_size=page_size,
             num_pages=(num_pages + 1,) * len(groups),
             formats=formats,

@@ -56,13 +56,13 @@ class _Pieces(NamedTuple):
     """The pieces of pages that a step writes.
 
     Attributes:
-      count: `[1]`, how many there are; all int32.
+      live: `[1]`, how many there are; all int32.
       number: `[T]`, of each piece, counted over the pool.
       first, end: `[T]`, of each piece its first row, and the one after its last.
       offset: `[T]`, of each row in its piece.
     """
 
-    count: jax.Array
+    live: jax.Array
     number: jax.Array
     first: jax.Array
     end: jax.Array
@@ -75,10 +75,10 @@ class _Pieces(NamedTuple):
         number = jnp.where(slots < num_slots, slots // size, -1)
         begins = (number != jnp.concatenate([none, number[:-1]])) & (number >= 0)
         first = jnp.nonzero(begins, size=T, fill_value=T)[0].astype(jnp.int32)
-        live = jnp.sum(number >= 0, dtype=jnp.int32)
-        end = jnp.minimum(jnp.append(first[1:], T), live)
-        count = begins.sum(dtype=jnp.int32)[None]
-        return cls(count, number.at[first].get(mode="clip"), first, end, slots % size)
+        num_rows = jnp.sum(number >= 0, dtype=jnp.int32)
+        end = jnp.minimum(jnp.append(first[1:], T), num_rows)
+        pieces = begins.sum(dtype=jnp.int32)[None]
+        return cls(pieces, number.at[first].get(mode="clip"), first, end, slots % size)
 
 
 def _put(array: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def _put(array: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
 def _kernel(size: int, *refs: Ref) -> None:
     *scalars, rows, _, pool, new, pages, arrived, left = refs
     pieces = _Pieces(*scalars)
-    count, pieces_per_page = pieces.count[0], pool.shape[2] // size
+    count, pieces_per_page = pieces.live[0], pool.shape[2] // size
 
     def place(s: jax.Array) -> Ref:
         number = pieces.number[s]
