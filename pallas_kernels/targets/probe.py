@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from pallas_kernels.targets.schedule import DUMP_FLAGS, read_schedule
 from pallas_kernels.targets.tpu import TPU_TARGETS, TargetUnavailable, TpuTarget
 
-
 _CALL = re.compile(r"\s*(?:ROOT )?%?ragged_paged_attention")
 
 
