@@ -18,10 +18,13 @@ WRITE_BACKENDS = {
     "xla": xla.write_pages,
     "mosaic_tpu": mosaic_tpu.write_pages,
 }
-COPY_BACKENDS = {"reference": reference.copy_pages, "xla": xla.copy_pages}
+COPY_BACKENDS = {
+    "reference": reference.copy_pages,
+    "xla": xla.copy_pages,
+    "mosaic_tpu": mosaic_tpu.copy_pages,
+}
 SEAL_BACKENDS = {"reference": reference.seal_pages, "xla": xla.seal_pages}
-PREFERENCE = {platform: ("xla",) for platform in ("cpu", "gpu", "tpu")}
-WRITE_PREFERENCE = PREFERENCE | {"tpu": ("mosaic_tpu", "xla")}
+PREFERENCE = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
 
 
 def write_pages[P: TokenPages](
@@ -58,7 +61,7 @@ def write_pages[P: TokenPages](
         require(array.shape == shape, f"{name} must be [T, K, D] = {shape}, got {array.shape}")
         require(array.dtype in FLOATS, f"{name} must be {FLOAT_NAMES}, got {array.dtype}")
     refusals = {"mosaic_tpu": mosaic_tpu.refusal(pages)}
-    run = dispatch.choose("write_pages", WRITE_BACKENDS, WRITE_PREFERENCE, backend, refusals)
+    run = dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend, refusals)
     return run(pages, k, v, slots)
 
 
@@ -73,14 +76,15 @@ def copy_pages[P: AnyPages](
       target: `[n]` int32 page ids, distinct but for padding, which copies page 0 onto page 0. An id
         outside the pool is an error of the caller: as a target it writes nothing, as a source it
         stands for some page.
-      backend: `reference`, `xla`, or None for the best on this platform.
+      backend: see `write_pages`.
 
     Raises:
-      ValueError: a shape or dtype that does not fit.
+      ValueError: a shape or dtype that does not fit, or that the named backend does not take.
     """
     check_pages(pages)
     _check_pairs(source, target)
-    run = dispatch.choose("copy_pages", COPY_BACKENDS, PREFERENCE, backend)
+    refusals = {"mosaic_tpu": mosaic_tpu.refusal(pages)}
+    run = dispatch.choose("copy_pages", COPY_BACKENDS, PREFERENCE, backend, refusals)
     return run(pages, source, target)
 
 

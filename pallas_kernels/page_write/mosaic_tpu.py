@@ -7,12 +7,14 @@ piece is touched twice and several can be on their way:
     slots     17 | 64 65 66 67 | 131        rows, sorted
     pieces    [1]  [    4      ]  [8]       each with its rows; fetched `NUM_BUFFERS - 1` ahead
 
-XLA's own scatter brings pools of 8-bit codes into a layout of its own and back at each step. Not
-here: the values that are stored (`Pages.encode`), nor copies of whole pages (`xla`).
+Copies of whole pages go by way of a buffer, all reads before all writes. XLA's own scatter brings
+pools of 8-bit codes into a layout of its own and back at each step. Not here: the values that are
+stored (`Pages.encode`).
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +52,60 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
         rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
         arrays[name] = _put(array, rows[order], slots[order])
     return dataclasses.replace(pages, **arrays)
+
+
+@jax.jit
+def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P:
+    """See `pallas_kernels.page_write.api`."""
+    if not source.size:
+        return pages
+    source = jnp.clip(source, 0, pages.num_pages - 1)
+    # Padding copies the null page, which nobody reads, onto itself.
+    writes = (target > 0) & (target < pages.num_pages)
+    arrays = {
+        name: _copy(array, source, jnp.where(writes, target, -1))
+        for name, array in pages.paged.items()
+    }
+    return dataclasses.replace(pages, **arrays)
+
+
+def _copy(array: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Copies pages; a target < 0 stands for none."""
+    held = jax.ShapeDtypeStruct((source.size, *array.shape[1:]), array.dtype)
+    copied, _ = pl.pallas_call(
+        _copy_kernel,
+        out_shape=(jax.ShapeDtypeStruct(array.shape, array.dtype), held),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
+            scratch_shapes=[pltpu.SemaphoreType.DMA(())],
+        ),
+        input_output_aliases={2: 0},
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        name="copy_pages",
+    )(source, target, array)
+    return copied
+
+
+def _copy_kernel(source: Ref, target: Ref, _: Ref, pool: Ref, held: Ref, arrived: Ref) -> None:
+    def read(i: jax.Array) -> Any:
+        return pltpu.make_async_copy(pool.at[source[i]], held.at[i], arrived)
+
+    def write(i: jax.Array) -> Any:
+        return pltpu.make_async_copy(held.at[i], pool.at[target[i]], arrived)
+
+    def each(act: Callable[[jax.Array], None]) -> None:
+        def one(i: jax.Array, _: None) -> None:
+            pl.when(target[i] >= 0)(lambda: act(i))
+
+        lax.fori_loop(0, source.shape[0], one, None)
+
+    each(lambda i: read(i).start())
+    each(lambda i: read(i).wait())
+    each(lambda i: write(i).start())
+    each(lambda i: write(i).wait())
 
 
 class _Pieces(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import Pages, write_pages
+from pallas_kernels import Pages, copy_pages, write_pages
 from pallas_kernels.pages import pool_shape
 from pallas_kernels.quantised_pages import AffinePages, SymmetricPages, TokenPages
 
@@ -62,12 +62,14 @@ def check(pages: TokenPages, slots: np.ndarray) -> None:
     """Holds the kernel against `xla`, to the bit, but for the null page."""
     k, v = np.random.default_rng(1).standard_normal((2, len(slots), K, D)).astype(np.float32)
     arguments = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots, jnp.int32)
-    got = write_pages(pages, *arguments, backend="mosaic_tpu")
-    want = write_pages(pages, *arguments, backend="xla")
+    backends = "mosaic_tpu", "xla"
+    assert_same(*(write_pages(pages, *arguments, backend=backend) for backend in backends))
+
+
+def assert_same(got: TokenPages, want: TokenPages) -> None:
     for name, array in want.paged.items():
-        np.testing.assert_array_equal(
-            *(np.asarray(x)[1:].view(np.uint8) for x in (got.paged[name], array))
-        )
+        both = got.paged[name], array
+        np.testing.assert_array_equal(*(np.asarray(x)[1:].view(np.uint8) for x in both))
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, "int4"])
@@ -89,6 +91,18 @@ def test_fixed_scales_stay_as_they_are():
     pages = random_pages("int8", 16)
     scales = jnp.linspace(0.01, 0.05, 2 * K)
     check(dataclasses.replace(pages, scales=scales), pieces(16, seed=2))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "source, target",
+    [([], []), ([2, 3, 4], [3, 2, 5]), ([1, 0, 0, 9], [4, 0, 0, 2]), ([1, 2, 3], [-1, 6, 5])],
+    ids=["none", "exchanged", "padded", "outside"],
+)
+def test_pages_are_copied_all_reads_before_all_writes(kind, source, target):
+    pages = random_pages(kind, 8)
+    ids = jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32)
+    assert_same(*(copy_pages(pages, *ids, backend=backend) for backend in ("mosaic_tpu", "xla")))
 
 
 def test_pages_of_another_layout_are_refused():
