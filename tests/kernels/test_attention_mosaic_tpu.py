@@ -10,11 +10,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import Pages, ragged_paged_attention
-from pallas_kernels.attention import tuning
+from pallas_kernels.attention import mosaic_tpu, tuning
 from pallas_kernels.attention.tuning import BlockSizes
 from tests.kernels.batches import Batch, place, random_batch
 from tests.kernels.bits_suite import BitsSuite
@@ -86,6 +87,14 @@ class TestFourBuffers(Simulated):
 @pytest.mark.slow
 class TestLongBlocks(Simulated):
     sizes = BlockSizes()
+
+
+def test_every_finite_float16_comes_out_of_its_bits():
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    want = bits.view(np.float16).astype(np.float32)
+    finite = np.isfinite(want)
+    got = np.asarray(mosaic_tpu._from_float16(jnp.asarray(bits[finite], jnp.uint32)))
+    np.testing.assert_array_equal(got, want[finite])
 
 
 @pytest.mark.parametrize(
