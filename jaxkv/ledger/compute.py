@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import comb
 
 from jaxkv.ledger.memory import CacheLedger, step_weight_bytes
-from jaxkv.ledger.shapes import Layer, Model, Span, State
+from jaxkv.ledger.shapes import Model, Span, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,10 @@ def prefill_macs(model: Model, num_tokens: int, cached: int = 0) -> Macs:
         return Macs()
     n = num_tokens - cached
     return Macs(
-        linear=n * sum(map(_token_macs, model.layers)),
+        linear=n * model.token_macs,
         attention=sum(
             pair * (_pairs(span, num_tokens) - _pairs(span, cached))
-            for span, pair, _ in _attentions(model)
+            for span, pair, _ in model.attentions
         ),
         head=model.head_weights,
     )
@@ -64,8 +64,8 @@ def prefill_macs(model: Model, num_tokens: int, cached: int = 0) -> Macs:
 def decode_macs(model: Model, num_tokens: int) -> Macs:
     """Of a step that computes the token behind `num_tokens` cached ones."""
     return Macs(
-        linear=sum(map(_token_macs, model.layers)),
-        attention=sum(pair * span.seen(num_tokens) for span, _, pair in _attentions(model)),
+        linear=model.token_macs,
+        attention=sum(pair * span.seen(num_tokens) for span, _, pair in model.attentions),
         head=model.head_weights,
     )
 
@@ -82,14 +82,14 @@ def generation_macs(model: Model, prompt: int, new: int, *, cache: bool) -> Macs
       new: tokens, at least 1.
       cache: whether there is one.
     """
-    per_token = sum(map(_token_macs, model.layers))
+    per_token = model.token_macs
     end = prompt + new  # lengths prompt .. end - 1 are computed, or grown to
     if cache:
         behind = Macs(
             linear=(new - 1) * per_token,
             attention=sum(
                 pair * (_pairs(span, end - 1) - _pairs(span, prompt))
-                for span, _, pair in _attentions(model)
+                for span, _, pair in model.attentions
             ),
             head=(new - 1) * model.head_weights,
         )
@@ -98,7 +98,7 @@ def generation_macs(model: Model, prompt: int, new: int, *, cache: bool) -> Macs
         linear=per_token * (comb(end, 2) - comb(prompt, 2)),
         attention=sum(
             pair * (_summed_pairs(span, end) - _summed_pairs(span, prompt))
-            for span, pair, _ in _attentions(model)
+            for span, pair, _ in model.attentions
         ),
         head=new * model.head_weights,
     )
@@ -113,7 +113,7 @@ def simulate(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
         decodes = cache and step > 0
         for position in range(cached, length):
             for layer in model.layers:
-                linear += _token_macs(layer)
+                linear += layer.token_macs
                 mixer = layer.mixer
                 if isinstance(mixer, State):
                     continue
@@ -131,24 +131,6 @@ def arithmetic_intensity(
     flops = 2 * batch * decode_macs(ledger.model, num_tokens).total
     read = step_weight_bytes(ledger.model, weights, batch=batch)
     return flops / (read + batch * ledger.sequence_bytes(num_tokens) * ledger.devices)
-
-
-def _token_macs(layer: Layer) -> int:
-    """Multiply-adds of one token, whatever stands before it."""
-    mlp = layer.mlp
-    macs = layer.mixer_weights + mlp.weights + mlp.experts_per_token * mlp.expert_weights
-    return macs + (layer.mixer.token_macs if isinstance(layer.mixer, State) else 0)
-
-
-def _attentions(model: Model) -> list[tuple[Span, int, int]]:
-    """Of layers with one span: the span, and multiply-adds of a pair in a prefill and a step."""
-    sums: dict[Span, tuple[int, int]] = {}
-    for layer in model.layers:
-        mixer = layer.mixer
-        if not isinstance(mixer, State):
-            first, second = sums.get(mixer.span, (0, 0))
-            sums[mixer.span] = first + mixer.pair_macs, second + mixer.decode_pair_macs
-    return [(span, *pair) for span, pair in sums.items()]
 
 
 def _seen(span: Span, position: int) -> range:

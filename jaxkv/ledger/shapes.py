@@ -12,6 +12,7 @@ Not here: how a `config.json` becomes this (`config_json`), nor bytes (`memory`)
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from jaxkv.ledger.errors import LedgerError
 
@@ -198,6 +199,13 @@ class Layer:
         """It keeps K and V, but never more than a number of tokens of them."""
         return not isinstance(self.mixer, State) and self.mixer.span.limit is not None
 
+    @property
+    def token_macs(self) -> int:
+        """Multiply-adds of one token, whatever stands before it: of matrices and of a state."""
+        mlp = self.mlp
+        macs = self.mixer_weights + mlp.weights + mlp.experts_per_token * mlp.expert_weights
+        return macs + (self.mixer.token_macs if isinstance(self.mixer, State) else 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -248,6 +256,23 @@ class Model:
             * (one.mlp.expert_weights + one.mlp.expert_vectors)
             for one in self.layers
         )
+
+    @cached_property
+    def token_macs(self) -> int:
+        """Multiply-adds of one token in all layers; see `Layer`."""
+        return sum(one.token_macs for one in self.layers)
+
+    @cached_property
+    def attentions(self) -> tuple[tuple[Span, int, int], ...]:
+        """Of the layers with one span: the span, and the multiply-adds of a token and one that it
+        sees, in a prefill and in a decode step."""
+        sums: dict[Span, tuple[int, int]] = {}
+        for one in self.layers:
+            mixer = one.mixer
+            if not isinstance(mixer, State):
+                first, second = sums.get(mixer.span, (0, 0))
+                sums[mixer.span] = first + mixer.pair_macs, second + mixer.decode_pair_macs
+        return tuple((span, *pair) for span, pair in sums.items())
 
     @property
     def kind(self) -> str:
