@@ -244,8 +244,8 @@ class CacheLedger:
 
         None where they never do, which is at 2^40 tokens.
         """
-        lengths = range(1, MOST_TOKENS + 1)
-        found = bisect_left(lengths, num_bytes, key=lambda n: batch * self.most_bytes(n))
+        lengths, grown = range(1, MOST_TOKENS + 1), num_bytes - self.constant_bytes
+        found = bisect_left(lengths, grown, key=lambda n: batch * self.most_bytes(n))
         return None if found == len(lengths) else lengths[found]
 
     @cached_property

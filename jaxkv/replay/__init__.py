@@ -19,6 +19,6 @@ from jaxkv.replay.reuse import Turn as Turn
 from jaxkv.replay.reuse import measure_reuse as measure_reuse
 from jaxkv.replay.reuse import pack_requests as pack_requests
 from jaxkv.replay.reuse import turns as turns
+from jaxkv.replay.traces import Expanded as Expanded
 from jaxkv.replay.traces import TraceRequest as TraceRequest
-from jaxkv.replay.traces import expand as expand
 from jaxkv.replay.traces import read_trace as read_trace

@@ -84,8 +84,8 @@ class Optimum:
                 run.uses.append(number)
         self._next = 0
 
-    def serve(self) -> Served:
-        """Serves the next request."""
+    def serve(self, prompt: bytes, answer: bytes) -> Served:
+        """Serves the next request; see PrefixCache. It must be the next one of those given."""
         number = self._next
         self._next += 1
         looked_up, computed, length = self._ends[number]

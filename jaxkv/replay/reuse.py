@@ -5,18 +5,18 @@ those of the tokens behind the hit, attention over the hit included. Seconds are
 rate. Not here: the caches (`caches`, `optimum`), what a model multiplies (`jaxkv.ledger`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxkv.ledger import Model, prefill_macs
 from jaxkv.ledger.compute import generation_macs
 from jaxkv.prefix.node import TOKEN, pack
-from jaxkv.replay.caches import CACHES, Served, make_cache
+from jaxkv.replay.caches import CACHES, PrefixCache, make_cache
 from jaxkv.replay.errors import ReplayError
 from jaxkv.replay.optimum import Optimum
 
 OPTIMUM = "optimum"
-Packed = Sequence[tuple[bytes, bytes]]  # prompts and answers
+Packed = Collection[tuple[bytes, bytes]]  # prompts and answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +107,11 @@ def turns(
     if eviction == OPTIMUM:
         if cache not in CACHES[2:]:
             raise ReplayError(f"{OPTIMUM}: is of a cache that keeps pages, not of {cache!r}")
-        optimum = Optimum(requests, capacity, 1 if cache == "token" else page_size)
-        served: Iterator[Served] = (optimum.serve() for _ in requests)
+        made: PrefixCache = Optimum(requests, capacity, 1 if cache == "token" else page_size)
     else:
         made = make_cache(cache, capacity, page_size, eviction)
-        served = (made.serve(*request) for request in requests)
-    for number, ((prompt, answer), one) in enumerate(zip(requests, served, strict=True), start=1):
+    for number, (prompt, answer) in enumerate(requests, start=1):
+        one = made.serve(prompt, answer)
         n, m = len(prompt) // TOKEN, len(answer) // TOKEN
         yield Turn(
             number=number,

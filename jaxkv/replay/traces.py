@@ -6,7 +6,7 @@ A line is a JSON object, as Mooncake published theirs (arXiv 2407.00079):
 
 `timestamp` is in milliseconds; `hash_ids` has a number for each 512 tokens of the prompt, equal
 where the prompts are equal up to there, and may be missing. What a user said is not in a trace, so
-`expand` makes tokens up that are shared as the numbers are; answers are shared with nobody.
+`Expanded` makes tokens up that are shared as the numbers are; answers are shared with nobody.
 """
 
 import json
@@ -60,27 +60,43 @@ def read_trace(path: Path) -> list[TraceRequest]:
     return sorted(requests, key=lambda request: request.arrival)
 
 
-def expand(trace: Sequence[TraceRequest]) -> Iterator[tuple[bytes, bytes]]:
+class Expanded:
     """Packed prompts and answers whose tokens are equal where the blocks' numbers are.
 
-    A request without blocks shares nothing. Answers of one token at least, distinct from all else.
+    Made anew in each round, since all together may be larger than a memory. A request without
+    blocks shares nothing; answers have a token at least, and are distinct from all else.
     """
-    numbers: dict[int, int] = {}
-    fresh = 0
-    within = np.arange(BLOCK, dtype=np.int64)
-    for request in trace:
-        if request.blocks:
-            blocks = [numbers.setdefault(block, len(numbers)) for block in request.blocks]
-            if len(numbers) > _MOST_BLOCKS:
-                raise ReplayError(f"a trace of more than {_MOST_BLOCKS} blocks")
-            tokens = (np.array(blocks)[:, None] * BLOCK + within).reshape(-1)[: request.prompt]
-        else:
-            tokens = np.empty(0, np.int64)
-        num_fresh = request.prompt - len(tokens) + request.answer
-        made = _ANSWERS + (fresh + np.arange(num_fresh)) % _ANSWERS
-        fresh += num_fresh
-        tokens = np.concatenate([tokens, made]).astype(np.int32)
-        yield tokens[: request.prompt].tobytes(), tokens[request.prompt :].tobytes()
+
+    def __init__(self, trace: Sequence[TraceRequest]):
+        """Takes the requests.
+
+        Raises:
+          ReplayError: there are more blocks than token ids for them.
+        """
+        self._trace = trace
+        self._numbers: dict[int, int] = {}
+        for request in trace:
+            for block in request.blocks:
+                self._numbers.setdefault(block, len(self._numbers))
+        if len(self._numbers) > _MOST_BLOCKS:
+            raise ReplayError(f"{len(self._numbers)} blocks: a trace may have {_MOST_BLOCKS}")
+
+    def __len__(self) -> int:
+        return len(self._trace)
+
+    def __contains__(self, request: object) -> bool:
+        return any(request == one for one in self)
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        fresh, within = 0, np.arange(BLOCK, dtype=np.int64)
+        for request in self._trace:
+            blocks = np.array([self._numbers[block] for block in request.blocks], np.int64)
+            tokens = (blocks[:, None] * BLOCK + within).reshape(-1)[: request.prompt]
+            num_fresh = request.prompt - len(tokens) + request.answer
+            made = _ANSWERS + (fresh + np.arange(num_fresh)) % _ANSWERS
+            fresh += num_fresh
+            tokens = np.concatenate([tokens, made]).astype(np.int32)
+            yield tokens[: request.prompt].tobytes(), tokens[request.prompt :].tobytes()
 
 
 def _request(raw: Any) -> TraceRequest:

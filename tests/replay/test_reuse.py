@@ -15,10 +15,10 @@ from jaxkv.replay import (
     CACHES,
     EVICTIONS,
     OPTIMUM,
+    Expanded,
     ReplayError,
     Reuse,
     TraceRequest,
-    expand,
     measure_reuse,
     pack_requests,
     read_trace,
@@ -235,12 +235,12 @@ def test_a_traces_blocks_are_shared_and_its_answers_are_not():
         TraceRequest(0.0, 30, 2),
     ]
     (one, answer), (two, _), (three, _) = (
-        [np.frombuffer(x, np.int32).tolist() for x in pair] for pair in expand(trace)
+        [np.frombuffer(x, np.int32).tolist() for x in pair] for pair in Expanded(trace)
     )
     assert (len(one), len(two), len(three), len(answer)) == (600, 1_024, 30, 3)
     assert one[:512] == two[:512]
     assert len({*one, *two, *three, *answer}) == 600 + 512 + 30 + 3
-    found = measure_reuse(list(expand(trace)), "token", capacity=4_096)
+    found = measure_reuse(Expanded(trace), "token", capacity=4_096)
     assert found.hit_tokens == 512
 
 
@@ -252,7 +252,7 @@ def test_on_the_real_trace_an_endless_cache_finds_what_its_blocks_share(shared):
         known = list(itertools.takewhile(seen.__contains__, request.blocks))
         shared_tokens += min(len(known) * 512, request.prompt - 1)
         seen.update(request.blocks)
-    found = measure_reuse(list(expand(trace)), "token", capacity=30_000_000)
+    found = measure_reuse(Expanded(trace), "token", capacity=30_000_000)
     assert found.hit_tokens == shared_tokens
 
 
