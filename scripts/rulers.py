@@ -71,8 +71,11 @@ def models(args: argparse.Namespace, default: str) -> list[Model]:
       LedgerError: there is no such preset, or the config cannot be read.
     """
     found = [load_config(args.config)] if args.config is not None else []
-    names = args.model or ("" if found else default)
-    return found + [preset(name.strip()) for name in names.split(",") if name.strip()]
+    names = ("" if found else default) if args.model is None else args.model
+    found += [preset(name.strip()) for name in names.split(",") if name.strip()]
+    if not found:
+        raise LedgerError(f"--model {names!r} names no model")
+    return found
 
 
 def one_model(parser: argparse.ArgumentParser, args: argparse.Namespace, default: str) -> Model:

@@ -19,7 +19,7 @@ from scripts.tables import Column, decimals, percent, whole
 
 DEFAULT = "llama-2-7b"
 LOOPED = 256  # tokens in the end up to which loops are run
-MOST = 1 << 30
+MOST_LOOPED, MOST = 2_048, 1 << 30
 
 
 def main(argv: list[str]) -> int:
@@ -39,6 +39,8 @@ def main(argv: list[str]) -> int:
     tables.check_file(parser, args.plot, "--plot", (".png", ".svg"))
     if args.prompt + max(args.tokens) > MOST:
         parser.error(f"--prompt and --tokens: at most {MOST} together")
+    if args.loops > MOST_LOOPED:
+        parser.error(f"--loops: at most {MOST_LOOPED}, which takes minutes")
     model = one_model(parser, args, DEFAULT)
     if args.plot is not None:
         from scripts import plots

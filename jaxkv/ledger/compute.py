@@ -108,13 +108,13 @@ def simulate(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
     """The same as `generation_macs`, counted by running the loops over steps, tokens and layers."""
     linear = attention = head = 0
     cached = 0
+    layers = [(one.token_macs, one.mixer) for one in model.layers]
     for step in range(new):
         length = prompt + step
         decodes = cache and step > 0
         for position in range(cached, length):
-            for layer in model.layers:
-                linear += layer.token_macs
-                mixer = layer.mixer
+            for token_macs, mixer in layers:
+                linear += token_macs
                 if isinstance(mixer, State):
                     continue
                 pair = mixer.decode_pair_macs if decodes else mixer.pair_macs

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.families import FAMILIES, Family, guess
-from jaxkv.ledger.keys import HARMLESS, OUTER, Keys
+from jaxkv.ledger.keys import HARMLESS, OUTER, Keys, shortened
 from jaxkv.ledger.mixers import read_layers
 from jaxkv.ledger.shapes import Model
 
@@ -26,8 +26,10 @@ def load_config(path: Path) -> Model:
     """
     path = path / "config.json" if path.is_dir() else path
     try:
-        raw = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raw = json.loads(path.read_bytes(), object_pairs_hook=_once)
+    except LedgerError as error:
+        raise LedgerError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         raise LedgerError(f"{path}: is not JSON: {reason}") from None
     if not isinstance(raw, dict):
@@ -62,20 +64,33 @@ def model_from_config(
             notes.append("the text model alone; its vision and audio towers are not counted")
         raw = text
     keys = Keys(raw, where)
-    model_type = keys.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    model_type = keys.text("model_type")
+    family = FAMILIES.get(model_type or "")
     if family is None:
         family = guess(keys)
-        what = f"{model_type!r} is not known" if keys.given("model_type") else "is missing"
+        what = "is missing" if model_type is None else f"{shortened(model_type)!r} is not known"
         keys.note(f"model_type {what}: read by its keys, otherwise as a Llama")
     keys.expect(family.defaults)
     model = _model(keys, family, name, source)
     quantised = raw.get("quantization_config")
     if isinstance(quantised, Mapping):
-        method = quantised.get("quant_method", "a method of its own")
+        method = shortened(str(quantised.get("quant_method", "a method of its own")))
         keys.note(f"its weights are published quantised ({method}); counted as asked for")
     notes += keys.finish(HARMLESS)
     return replace(model, notes=tuple(notes))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a file, in which no key has two values.
+
+    Raises:
+      LedgerError: one has.
+    """
+    found = dict(pairs)
+    for key, value in pairs:
+        if value != found[key] and value == value:  # but for NaN
+            raise LedgerError(f"{shortened(key)} is there twice, with different values")
+    return found
 
 
 def _model(keys: Keys, family: Family, name: str, source: str) -> Model:

@@ -60,7 +60,7 @@ _GEMMA3 = {
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
-    "smollm3": Family(tied=True),
+    "smollm3": Family(tied=True, kinds=layer_kinds.smollm3),
     "mistral": Family(kinds=layer_kinds.windowed),
     "ministral": Family(kinds=layer_kinds.windowed),
     "mixtral": Family(kinds=layer_kinds.windowed, mlp=mlps.mixtral),

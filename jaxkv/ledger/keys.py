@@ -4,7 +4,7 @@ A key that a figure needs and that is missing is refused, or gets a default with
 that nobody read, one whose name tells of memory is refused, and another one noted:
 
     harmless     on a list: cannot change bytes or multiply-adds
-    off          null, false, zero or empty
+    off          null, false, zero, empty, or a list of such
     suspicious   its name has a word such as `kv`, `window` or `expert` in it: refused
     unknown      any other: a note names it
 
@@ -48,7 +48,7 @@ topk_group routed_scaling_factor alibi parallel_attn apply_residual_connection_p
 use_bidirectional_attention activation_sparsity_pattern altup_active_idx altup_coef_clip
 altup_correct_scale altup_lr_multiplier postnorm layernorm_full_attention_alpha
 layernorm_full_attention_beta layernorm_linear_attention_alpha layernorm_linear_attention_beta
-layernorm_mlp_alpha layernorm_mlp_beta shared_moe_mode
+layernorm_mlp_alpha layernorm_mlp_beta shared_moe_mode full_attn_mod interpolate_factor
 """
 _TOWERS = """
 vision_config audio_config mm_tokens_per_image image_token_index image_token_id video_token_id
@@ -99,8 +99,8 @@ class Keys:
         self._read.update(names)
         found = {name: self._raw[name] for name in names if self._raw.get(name) is not None}
         values = list(found.values())
-        if any(value != values[0] for value in values):
-            pairs = " and ".join(f"{name} = {_short(value)}" for name, value in found.items())
+        if any(value != values[0] for value in values[1:]):
+            pairs = " and ".join(f"{name} = {shortened(value)}" for name, value in found.items())
             raise LedgerError(f"{self.where}: {pairs} contradict each other")
         if values:
             return values[0]
@@ -133,6 +133,17 @@ class Keys:
     def integer_or_none(self, *names: str) -> int | None:
         """The same; None where it is null, zero or missing."""
         return self.integer(*names) if self.get(*names) not in (None, 0, False) else None
+
+    def text(self, name: str) -> str | None:
+        """A string; None where it is missing.
+
+        Raises:
+          LedgerError: it is none.
+        """
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(name, value, "must be a string")
+        return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A boolean.
@@ -183,7 +194,7 @@ class Keys:
 
     def error(self, name: str, value: Any, problem: str) -> LedgerError:
         """An error that names a key and its value."""
-        return LedgerError(f"{self.where}: {name} = {_short(value)} {problem}")
+        return LedgerError(f"{self.where}: {name} = {shortened(value)} {problem}")
 
     def finish(self, harmless: Collection[str]) -> tuple[str, ...]:
         """The notes, with those on keys that nobody read.
@@ -194,7 +205,10 @@ class Keys:
         unread = [
             key
             for key, value in self._raw.items()
-            if value and key not in self._read and key not in harmless and not key.startswith("_")
+            if not _is_off(value)
+            and key not in self._read
+            and key not in harmless
+            and not key.startswith("_")
         ]
         for key in unread:
             if _SUSPICIOUS.search(key.lower()):
@@ -202,10 +216,15 @@ class Keys:
                     key, self._raw[key], "is not known here, and may change the memory"
                 )
         if unread:
-            self.note(f"not known, and left out of account: {_short(', '.join(unread))}")
+            self.note(f"not known, and left out of account: {shortened(', '.join(unread))}")
         return tuple(self.notes)
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
+def _is_off(value: Any) -> bool:
+    return not any(value) if isinstance(value, list) else not value
+
+
+def shortened(value: Any) -> str:
+    """A value in one line of a terminal."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -33,7 +33,7 @@ def layer_kinds(keys: Keys, rule: Rule, count: int) -> list[str]:
     given = [name for name in _RULES if keys.given(name)]
     if given and listed != rule(keys, count):
         raise LedgerError(f"{keys.where}: layer_types and {given[0]} contradict each other")
-    for name in _ANSWERED:
+    for name in (*_RULES, *_ANSWERED):
         keys.get(name)
     return listed
 
@@ -84,11 +84,17 @@ def qwen(keys: Keys, count: int) -> list[str]:
     first, window = keys.get("max_window_layers"), keys.integer_or_none("sliding_window")
     if not keys.flag("use_sliding_window"):
         return [FULL] * count
-    if window is None or type(first) is not int:
+    if window is None or type(first) is not int or first < 0:
         raise LedgerError(
             f"{keys.where}: use_sliding_window needs sliding_window and max_window_layers"
         )
     return [SLIDING if i >= first else FULL for i in range(count)]
+
+
+def smollm3(keys: Keys, count: int) -> list[str]:
+    """As Qwen's; every fourth layer is without RoPE, and sees all the same."""
+    keys.get("no_rope_layers")
+    return qwen(keys, count)
 
 
 def alternating(keys: Keys, count: int) -> list[str]:
@@ -129,7 +135,10 @@ def llama4(keys: Keys, count: int) -> list[str]:
 
 def minimax(keys: Keys, count: int) -> list[str]:
     """Linear attention; full where `attn_type_list` has 1."""
+    keys.get("block_size")  # of tokens that are computed together
     kinds = keys.integers("attn_type_list", count)
     if kinds is None:
         raise LedgerError(f"{keys.where}: has no attn_type_list")
+    if set(kinds) - {0, 1}:
+        raise keys.error("attn_type_list", kinds, "has a kind that is neither 0 nor 1")
     return [FULL if full else LINEAR for full in kinds]

@@ -43,6 +43,133 @@ def test_the_keys_of_a_preset_add_up_to_the_parameters_that_its_repository_state
         assert model.parameters == stated
 
 
+# Whole files as they are on the hub, but for token ids: every key is read, or known to be harmless.
+QUANTISED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+WHOLE = {
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960,
+        "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32,
+        "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "auto_map": {"AutoConfig": "x"}, "aux_loss_alpha": 0.001,
+        "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+        "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": QUANTISED,
+        "rms_norm_eps": 1e-06, "rope_scaling": {"factor": 40}, "rope_theta": 10000,
+        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False,
+        "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 32.0}, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "use_cache": True, "vocab_size": 201088,
+    },
+    "smollm3-3b": {
+        "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False,
+        "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+        "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0,
+        "sliding_window": None, "use_cache": False, "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    "phi-4-mini-instruct": {
+        "attention_bias": False, "embd_pdrop": 0.0, "full_attn_mod": 1, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1,
+        "lm_head_bias": False, "max_position_embeddings": 131072, "mlp_bias": False,
+        "model_type": "phi3", "num_attention_heads": 24, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"type": "longrope"}, "rope_theta": 10000.0, "sliding_window": 262144,
+        "tie_word_embeddings": True, "vocab_size": 200064,
+    },
+    "falcon-7b": {
+        "alibi": False, "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": 0.0, "bias": False, "hidden_dropout": 0.0, "hidden_size": 4544,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "falcon",
+        "multi_query": True, "new_decoder_architecture": False, "num_attention_heads": 71,
+        "num_hidden_layers": 32, "parallel_attn": True, "vocab_size": 65024,
+    },
+    "gpt2": {
+        "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+        "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {}}, "vocab_size": 50257,
+    },
+    "gemma-3-4b-pt": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+        "eoi_token_index": 256000, "image_token_index": 262144, "initializer_range": 0.02,
+        "mm_tokens_per_image": 256, "model_type": "gemma3", "vision_config": {"hidden_size": 1152},
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+            "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0}, "sliding_window": 1024,
+        },
+    },
+    "llama-4-scout-17b-16e": {
+        "boi_token_index": 200080, "eoi_token_index": 200081, "image_token_index": 200092,
+        "model_type": "llama4", "tie_word_embeddings": False, "vision_config": {},
+        "text_config": {
+            "_attn_implementation_autoset": True, "attention_bias": False,
+            "attention_chunk_size": 8192, "attention_dropout": 0.0, "attn_scale": 0.1,
+            "attn_temperature_tuning": 4, "floor_scale": 8192, "for_llm_compressor": False,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+            "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384, "max_position_embeddings": 262144,
+            "model_type": "llama4_text", "no_rope_layers": [], "num_attention_heads": 40,
+            "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+            "num_local_experts": 16, "output_router_logits": False, "rms_norm_eps": 1e-05,
+            "rope_scaling": {"factor": 16.0}, "rope_theta": 500000.0,
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
+            "vocab_size": 202048,
+        },
+    },
+    "minimax-text-01": {
+        "attention_dropout": 0.0, "attn_type_list": ([0] * 7 + [1]) * 10, "block_size": 256,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 6144, "intermediate_size": 9216,
+        "layernorm_full_attention_alpha": 3.5, "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_alpha": 3.5, "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_alpha": 3.5, "layernorm_mlp_beta": 1.0,
+        "max_position_embeddings": 10240000, "model_type": "minimax_text_01",
+        "num_attention_heads": 64, "num_experts_per_tok": 2, "num_hidden_layers": 80,
+        "num_key_value_heads": 8, "num_local_experts": 32, "postnorm": True,
+        "rope_theta": 10000000, "rotary_dim": 64, "router_aux_loss_coef": 0.001,
+        "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "vocab_size": 200064,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_file_is_read_as_its_preset(name):
+    model, known = model_from_config(WHOLE[name], name=name), preset(name)
+    assert model.layers == known.layers
+    assert model.parameters == known.parameters
+    assert not [note for note in model.notes if "not known" in note]
+
+
 def test_a_preset_is_found_in_any_case_and_a_misspelt_one_suggested():
     assert preset("Llama-2-7B") == preset("llama-2-7b")
     assert preset("gemma3-270m").name == "gemma-3-270m"
@@ -132,6 +259,7 @@ def test_a_model_type_that_is_not_known_is_read_by_its_keys_with_a_note(keys, ki
         ({"sliding_window": 16}, "sliding_window = 16 is not known here, and may change the mem"),
         ({"kv_compression": 2}, "kv_compression = 2 is not known here"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "needs sliding_window and max_wind"),
+        ({"model_type": "minimax_text_01", "attn_type_list": [0, 1, 2, 1]}, "neither 0 nor 1"),
         ({"model_type": "mixtral"}, "has no num_local_experts"),
         (
             {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
@@ -169,6 +297,8 @@ def test_what_is_estimated_has_a_note():
     gemma = read(model_type="gemma3_text", num_attention_heads=None, num_key_value_heads=None)
     assert "num_attention_heads is missing: taken as 8, the family's own" in gemma.notes
     assert "sliding_window is missing: taken as 4,096, the family's own" in gemma.notes
+    hostile = read(model_type="x" * 999, **{"a\nb\x1b": 1})
+    assert all(note.isprintable() and len(note) < 160 for note in hostile.notes)
     stored = read(quantization_config={"quant_method": "mxfp4"})
     assert stored.notes == ("its weights are published quantised (mxfp4); counted as asked for",)
 
@@ -199,6 +329,9 @@ def test_a_file_or_its_folder_is_read_and_named_for_the_folder(tmp_path):
         (b"[]", "is no JSON object"),
         (b"{}", "has no hidden_size"),
         (b'{"hidden_size": 1e400}', "hidden_size = inf must be a whole number"),
+        (b'{"hidden_size": NaN}', "hidden_size = nan must be a whole number"),
+        (b'{"hidden_size": 4, "hidden_size": 5}', "hidden_size is there twice, with different"),
+        (b'{"model_type": ["llama"]}', r"model_type = \['llama'\] must be a string"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, content, message):
