@@ -9,8 +9,9 @@
 KV bytes are of whole pages, with the parameters of formats and all that windows keep; `x weights`
 is their part of the weights', and `level at` the context at which they have grown as large. With
 --memory come the longest context of the batch, and the most sequences of the context, that fit
-beside the weights; with --bandwidth the time that a decode step cannot be shorter than. With
---tensor-parallel all figures are of one device.
+beside the weights; with --bandwidth the time that a decode step cannot be shorter than, and its
+operations for each byte; with --flops the operations of a prefill of the context, attention's share
+of them, and the time that they take. With --tensor-parallel bytes are of one device.
 
 Tokens: 4k is 4,096. Bytes: 80GB is 80e9, 80GiB is 80 * 2^30; the table is in one --units.
 """
@@ -27,7 +28,9 @@ from jaxkv.ledger import (
     Model,
     arithmetic_intensity,
     parse_bytes,
+    parse_rate,
     parse_tokens,
+    prefill_macs,
     preset,
     preset_names,
     split_choices,
@@ -37,7 +40,7 @@ from jaxkv.ledger import (
 from scripts import console, tables
 from scripts.rulers import UNITS as SHOWN_UNITS
 from scripts.rulers import add_model_arguments, argument, count, listed, models
-from scripts.tables import Column, decimals, whole
+from scripts.tables import Column, decimals, limit, percent, whole
 
 DEFAULT = "llama-2-7b"
 
@@ -62,6 +65,8 @@ def main(argv: list[str]) -> int:
     add("--memory", type=argument(parse_bytes), metavar="SIZE", help="of a device, as 80GB")
     add("--bandwidth", type=argument(parse_bytes), metavar="SIZE",
         help="of a device's memory a second, as 3.35TB")  # fmt: skip
+    add("--flops", type=argument(parse_rate), metavar="R",
+        help="operations a second of a device, as 400T")  # fmt: skip
     add("--units", choices=SHOWN_UNITS, default="GiB", help="of the table (default: %(default)s)")
     tables.add_output_arguments(parser, plot="KV bytes against the context")
     args = parser.parse_args(argv)
@@ -150,6 +155,7 @@ def row_of(
 ) -> dict[str, Any]:
     """What a cache takes at a context and batch."""
     kv_bytes = batch * ledger.sequence_bytes(context) + ledger.constant_bytes
+    prefill = prefill_macs(ledger.model, context)
     return {
         "model": ledger.model.name,
         "attention": ledger.model.kind,
@@ -164,6 +170,11 @@ def row_of(
         "weights": weights,
         "weight_bytes": stored,
         "ratio": kv_bytes / stored,
+        "prefill_flops": 2 * batch * prefill.total,
+        "attention_share": prefill.attention_share,
+        "flops_per_byte": arithmetic_intensity(
+            ledger, num_tokens=context, batch=batch, weights=weights
+        ),
     }
 
 
@@ -174,12 +185,14 @@ def limits(ledger: CacheLedger, row: dict[str, Any], args: argparse.Namespace) -
     if args.memory is not None:
         rest = args.memory - row["weight_bytes"]
         found["memory_bytes"] = args.memory
-        found["largest_context"] = max(0, ledger.largest_context(rest, batch))
+        found["largest_context"] = ledger.largest_context(rest, batch)
         found["largest_batch"] = ledger.largest_batch(rest, context)
     if args.bandwidth is not None:
-        options: dict[str, Any] = {"num_tokens": context, "batch": batch, "weights": args.weights}
-        found["step_seconds"] = step_seconds(ledger, args.bandwidth, **options)
-        found["flops_per_byte"] = arithmetic_intensity(ledger, **options)
+        found["step_seconds"] = step_seconds(
+            ledger, args.bandwidth, num_tokens=context, batch=batch, weights=args.weights
+        )
+    if args.flops is not None:
+        found["prefill_seconds"] = row["prefill_flops"] / args.flops / ledger.devices
     return found
 
 
@@ -202,9 +215,13 @@ def columns(args: argparse.Namespace) -> list[Column]:
         Column("crossing_context", "level at", whole),
     ]
     if args.memory is not None:
-        shown.append(Column("largest_context", "longest context", whole))
+        shown.append(Column("largest_context", "longest context", limit))
         shown.append(Column("largest_batch", "largest batch", whole))
     if args.bandwidth is not None:
         shown.append(Column("step_seconds", "ms a step", lambda s: f"{s * 1e3:.2f}"))
         shown.append(Column("flops_per_byte", "flops a byte", decimals(1)))
+    if args.flops is not None:
+        shown.append(Column("prefill_flops", "prefill, Tflop", lambda n: f"{n / 1e12:,.1f}"))
+        shown.append(Column("attention_share", "of it attention", percent))
+        shown.append(Column("prefill_seconds", "prefill, s", decimals(2)))
     return shown

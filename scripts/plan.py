@@ -29,7 +29,7 @@ from jaxkv.ledger.plan import FORMATS, Option, Plan, fewer_kv_heads, make_plan
 from scripts import console, tables
 from scripts.rulers import UNITS as SHOWN_UNITS
 from scripts.rulers import add_model_arguments, argument, count, listed, one_model
-from scripts.tables import Column, whole
+from scripts.tables import Column, limit, whole
 
 DEFAULT = "llama-3.1-8b"
 SHOWN = 20  # rows, without --all
@@ -134,7 +134,7 @@ def columns(unit: str) -> list[Column]:
         Column("page_size", "page"),
         Column("kv_bytes", f"KV, {unit}", size),
         Column("total_bytes", f"with weights, {unit}", size),
-        Column("largest_context", "longest context", whole),
+        Column("largest_context", "longest context", limit),
         Column("largest_batch", "largest batch", whole),
         Column("perplexity_ratio", "perplexity, of full", quality_text),
         Column("measured_on", "measured on", lambda name: name or "-"),

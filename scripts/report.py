@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxkv.ledger import UNITS, CacheLedger, Model, parse_bytes, weight_bytes
+from jaxkv.ledger import UNITS, CacheLedger, LedgerError, Model, parse_bytes, weight_bytes
 from jaxkv.ledger.plan import FORMATS, fewer_kv_heads, make_plan
 from jaxkv.replay import (
     ALLOCATORS,
@@ -117,13 +117,13 @@ def recomputation(model: Model) -> Iterator[str]:
 
 def memory_bill(model: Model, unit: str) -> Iterator[str]:
     """What the cache takes."""
-    options = argparse.Namespace(units=unit, memory=None, bandwidth=None)
+    options = argparse.Namespace(units=unit, memory=None, bandwidth=None, flops=None)
     stored = weight_bytes(model)
     rows, formats = [], []
     for choice in ("bf16", "int8", "kivi4"):
         try:
             cache = CacheLedger.of(model, choice)
-        except ValueError:
+        except LedgerError:
             continue  # a latent has no kivi pages; the plan's notes say so
         formats.append(choice)
         for context in CONTEXTS:

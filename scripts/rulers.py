@@ -13,7 +13,7 @@ UNITS = ("GiB", "GB", "MiB", "MB", "TiB", "TB")
 
 
 def argument[T](read: Callable[[str], T]) -> Callable[[str], T]:
-    """A type of argparse from a function that raises LedgerError or ValueError."""
+    """A type of argparse from a function that raises LedgerError."""
 
     def parse(text: str) -> T:
         try:
@@ -21,7 +21,6 @@ def argument[T](read: Callable[[str], T]) -> Callable[[str], T]:
         except LedgerError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    parse.__name__ = getattr(read, "__name__", "value")
     return parse
 
 

@@ -27,6 +27,11 @@ def whole(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
+def limit(value: int | None) -> str:
+    """A whole number that None leaves open."""
+    return "no limit" if value is None else whole(value)
+
+
 def decimals(count: int, suffix: str = "") -> Callable[[float | None], str]:
     """A way of showing numbers with so many decimals."""
     return lambda value: "-" if value is None else f"{value:,.{count}f}{suffix}"

@@ -27,7 +27,6 @@ from jaxkv.ledger.presets import preset as preset
 from jaxkv.ledger.presets import preset_names as preset_names
 from jaxkv.ledger.shapes import Model as Model
 from jaxkv.ledger.units import UNITS as UNITS
-from jaxkv.ledger.units import in_unit as in_unit
 from jaxkv.ledger.units import parse_bytes as parse_bytes
 from jaxkv.ledger.units import parse_rate as parse_rate
 from jaxkv.ledger.units import parse_tokens as parse_tokens

@@ -127,12 +127,17 @@ class Keys:
             self.note(f"{names[0]} is missing: taken as {default:,}, {because}")
             return default
         if type(value) is not int or not 1 <= value <= LARGEST:
-            raise self.error(names[0], value, "must be a whole number above 0")
+            name = next(filter(self.given, names), names[0])
+            raise self.error(name, value, "must be a whole number above 0")
         return value
 
     def integer_or_none(self, *names: str) -> int | None:
-        """The same; None where it is null, zero or missing."""
-        return self.integer(*names) if self.get(*names) not in (None, 0, False) else None
+        """The same; None where it is null or missing."""
+        return None if self.get(*names) is None else self.integer(*names)
+
+    def integer_or_zero(self, *names: str) -> int:
+        """The same; 0 where it is null, false, zero or missing."""
+        return self.integer(*names) if self.get(*names) else 0
 
     def text(self, name: str) -> str | None:
         """A string; None where it is missing.

@@ -46,16 +46,16 @@ def shared_sources(keys: Keys, kinds: Sequence[str]) -> dict[int, int]:
       LedgerError: there is no such layer, or keys contradict each other.
     """
     count = len(kinds)
-    last = keys.integer_or_none("num_kv_shared_layers")
+    last = keys.integer_or_zero("num_kv_shared_layers")
     factor = keys.integer_or_none("cla_share_factor")
     crosses = keys.flag("use_cla", default=factor is not None)
     if crosses and factor is None:
         raise LedgerError(f"{keys.where}: has no cla_share_factor, which use_cla asks for")
-    if crosses and last is not None:
+    if crosses and last:
         raise LedgerError(f"{keys.where}: num_kv_shared_layers and use_cla contradict each other")
     if crosses and factor is not None:
         sources = {i: i - i % factor for i in range(count) if i % factor}
-    elif last is not None:
+    elif last:
         alike = {kinds[i]: i for i in range(count - last)}
         sources = {i: alike.get(kinds[i], -1) for i in range(max(0, count - last), count)}
     else:
@@ -75,16 +75,16 @@ def all_full(keys: Keys, count: int) -> list[str]:
 
 def windowed(keys: Keys, count: int) -> list[str]:
     """Every layer slides, where there is a window that is not switched off."""
-    window = keys.integer_or_none("sliding_window")
+    window = keys.integer_or_zero("sliding_window")
     return [SLIDING if window and keys.flag("use_sliding_window", True) else FULL] * count
 
 
 def qwen(keys: Keys, count: int) -> list[str]:
     """A window for the layers from `max_window_layers` on, if it is switched on."""
-    first, window = keys.get("max_window_layers"), keys.integer_or_none("sliding_window")
+    first, window = keys.get("max_window_layers"), keys.integer_or_zero("sliding_window")
     if not keys.flag("use_sliding_window"):
         return [FULL] * count
-    if window is None or type(first) is not int or first < 0:
+    if not window or type(first) is not int or first < 0:
         raise LedgerError(
             f"{keys.where}: use_sliding_window needs sliding_window and max_window_layers"
         )
@@ -129,7 +129,7 @@ def llama4(keys: Keys, count: int) -> list[str]:
     has_rope = keys.integers("no_rope_layers", count) or [
         int((i + 1) % 4 != 0) for i in range(count)
     ]
-    chunked = keys.integer_or_none("attention_chunk_size") is not None
+    chunked = keys.integer_or_zero("attention_chunk_size") > 0
     return [CHUNKED if chunked and rope else FULL for rope in has_rope]
 
 

@@ -227,13 +227,12 @@ class CacheLedger:
         sizes = zip(num_pages, groups.values(), strict=True)
         return self.constant_bytes + sum(n * size for n, size in sizes)
 
-    def largest_context(self, num_bytes: int, batch: int = 1) -> int:
-        """Tokens of the longest of `batch` equal sequences that fit; 0 for none.
-
-        At most 2^40, which is what a cache that does not grow is said to take.
-        """
+    def largest_context(self, num_bytes: int, batch: int = 1) -> int | None:
+        """Tokens of the longest of `batch` equal sequences that fit: 0 where not even a page does,
+        None where all do, up to 2^40 tokens, since what is kept stops growing."""
         share = (num_bytes - self.constant_bytes) // batch
-        return bisect_right(range(1, MOST_TOKENS + 1), share, key=self.most_bytes)
+        found = bisect_right(range(1, MOST_TOKENS + 1), share, key=self.most_bytes)
+        return None if found == MOST_TOKENS else found
 
     def largest_batch(self, num_bytes: int, num_tokens: int) -> int:
         """How many sequences of so many tokens fit."""

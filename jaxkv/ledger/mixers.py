@@ -3,13 +3,12 @@
 Not here: MLPs (`mlps`), which layer is of which kind (`layer_kinds`).
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.families import Family
 from jaxkv.ledger.keys import Keys
-from jaxkv.ledger.layer_kinds import CHUNKED, FULL, LINEAR, SLIDING, layer_kinds, shared_sources
+from jaxkv.ledger.layer_kinds import CHUNKED, LINEAR, SLIDING, layer_kinds, shared_sources
 from jaxkv.ledger.shapes import ALL, Heads, Latent, Layer, Mixer, Shared, Span, State
 
 
@@ -45,19 +44,17 @@ def read_layers(keys: Keys, family: Family, width: int, count: int) -> tuple[Lay
 def _mixer(keys: Keys, family: Family, width: int, kind: str) -> Sized:
     if family.latent:
         return _latent(keys, width)
-    heads = _heads(keys, family, width)
-    if kind == LINEAR:
-        return _linear(keys, heads.mixer, width)
-    span = {
-        FULL: lambda: ALL,
-        SLIDING: lambda: Span(window=keys.integer("sliding_window")),
-        CHUNKED: lambda: Span(chunk=keys.integer("attention_chunk_size")),
-    }[kind]()
-    return heads._replace(mixer=replace(heads.mixer, span=span))
+    span = ALL
+    if kind == SLIDING:
+        span = Span(window=keys.integer("sliding_window"))
+    elif kind == CHUNKED:
+        span = Span(chunk=keys.integer("attention_chunk_size"))
+    heads, weights, vectors = _heads(keys, family, width, span)
+    return _linear(keys, heads, width) if kind == LINEAR else Sized(heads, weights, vectors)
 
 
-def _heads(keys: Keys, family: Family, width: int) -> Sized:
-    """Attention with K and V of its own."""
+def _heads(keys: Keys, family: Family, width: int, span: Span) -> tuple[Heads, int, int]:
+    """Attention with K and V of its own; see `Sized`."""
     H = keys.integer("num_attention_heads", "n_head")
     K = _kv_heads(keys, H)
     D = keys.integer_or_none("head_dim")
@@ -73,7 +70,8 @@ def _heads(keys: Keys, family: Family, width: int) -> Sized:
     weights = width * D * (H * (3 if family.output_gate else 2) + 2 * K)
     vectors = (H + 2 * K) * D * qkv_bias + width * o_bias
     vectors += 2 * D * family.qk_norm + 4 * D * keys.flag("qk_layernorm") + H * family.sinks
-    return Sized(Heads(query_heads=H, kv_heads=K, key_dim=D, value_dim=D), weights, vectors)
+    heads = Heads(query_heads=H, kv_heads=K, key_dim=D, value_dim=D, span=span)
+    return heads, weights, vectors
 
 
 def _kv_heads(keys: Keys, H: int) -> int:
@@ -115,10 +113,9 @@ def _latent(keys: Keys, width: int) -> Sized:
     return Sized(latent, weights, vectors)
 
 
-def _linear(keys: Keys, heads: Mixer, width: int) -> Sized:
+def _linear(keys: Keys, heads: Heads, width: int) -> Sized:
     """A constant state: of a gated delta net (Qwen3-Next), or of lightning attention (MiniMax)."""
     if keys.given("attn_type_list"):
-        assert isinstance(heads, Heads)
         H, D = heads.query_heads, heads.key_dim
         return Sized(State(heads=H, values=H * D * D, conv_values=0), 5 * width * H * D, H * D)
     nk, nv = keys.integer("linear_num_key_heads"), keys.integer("linear_num_value_heads")

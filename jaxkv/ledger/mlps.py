@@ -63,10 +63,10 @@ def gpt_oss(keys: Keys, width: int, count: int) -> list[Mlp]:
 
 def qwen_moe(keys: Keys, width: int, count: int) -> list[Mlp]:
     """Qwen's: every n-th layer has experts, and maybe one that all tokens meet."""
-    shared = keys.integer_or_none("shared_expert_intermediate_size")
+    shared = keys.integer_or_zero("shared_expert_intermediate_size")
     always = _gated(width, shared) + width if shared else 0  # with a gate of its own
     sparse = _routed(keys, width, inner=keys.integer("moe_intermediate_size"), always=always)
-    step = keys.integer_or_none("decoder_sparse_step") or 1
+    step = keys.integer_or_zero("decoder_sparse_step") or 1
     only = set(keys.integers("mlp_only_layers") or ())
     has_experts = [i not in only and (i + 1) % step == 0 for i in range(count)]
     keys.get("intermediate_size")  # in the files of those that have no dense layer, too
@@ -79,16 +79,16 @@ def qwen_moe(keys: Keys, width: int, count: int) -> list[Mlp]:
 def deepseek(keys: Keys, width: int, count: int) -> list[Mlp]:
     """DeepSeek's: the first layers are dense, shared experts stand beside the routed ones."""
     dense = Mlp(weights=_gated(width, keys.integer("intermediate_size")))
-    first = keys.integer_or_none("first_k_dense_replace") or 0
-    step = keys.integer_or_none("moe_layer_freq") or 1
+    first = keys.integer_or_zero("first_k_dense_replace")
+    step = keys.integer_or_zero("moe_layer_freq") or 1
     inner = keys.integer("moe_intermediate_size")
-    shared = keys.integer_or_none("n_shared_experts") or 0
+    shared = keys.integer_or_zero("n_shared_experts")
     # V3's router has a correction for each expert.
     corrected = keys.get("topk_method") == "noaux_tc"
     vectors = keys.integer("n_routed_experts") if corrected else 0
     always = _gated(width, shared * inner)
     sparse = _routed(keys, width, inner=inner, always=always, vectors=vectors)
-    if keys.integer_or_none("num_nextn_predict_layers"):
+    if keys.integer_or_zero("num_nextn_predict_layers"):
         keys.note("its layers for multi-token prediction are not counted")
     return [sparse if i >= first and i % step == 0 else dense for i in range(count)]
 

@@ -27,7 +27,7 @@ class Option:
       page_size: P.
       kv_bytes: of all sequences.
       total_bytes: with the weights.
-      largest_context: of so many sequences, in what the weights leave.
+      largest_context: of so many sequences, in what the weights leave; None for no limit.
       largest_batch: of sequences of that context.
       quality: what the format costs; None where it was not measured.
     """
@@ -38,7 +38,7 @@ class Option:
     page_size: int
     kv_bytes: int
     total_bytes: int
-    largest_context: int
+    largest_context: int | None
     largest_batch: int
     quality: Quality | None
 

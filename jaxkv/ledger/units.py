@@ -71,8 +71,3 @@ def parse_rate(text: str) -> float:
     if match is None or not float(match[1]):
         raise LedgerError(f"{text!r} is no rate: write 400T, 1.5P or a number")
     return float(match[1]) * 1000.0 ** " kMGTP".index(match[2] or " ")
-
-
-def in_unit(num_bytes: float, unit: str) -> float:
-    """Bytes in one of `UNITS`."""
-    return num_bytes / UNITS[unit]

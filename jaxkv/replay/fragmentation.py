@@ -203,8 +203,8 @@ def measure_fragmentation(
         raise ReplayError(
             f"{capacity} slots in pages of {page_size}: must be a page to {MOST_SLOTS} slots"
         )
-    if not 0 < step_seconds < math.inf:
-        raise ReplayError(f"{step_seconds} seconds a step: must be above 0")
+    if not 1e-6 <= step_seconds <= 1e6:
+        raise ReplayError(f"{step_seconds} seconds a step: must be 1e-6 to 1e6")
     stores: dict[str, Callable[[], _Store]] = {
         "max-length": lambda: _Contiguous(
             MaxLength(capacity, max_length), max_length if max_length <= capacity else 0

@@ -52,8 +52,8 @@ def draw_requests(name: str, count: int, per_second: float, seed: int = 0) -> li
         raise ReplayError(f"no lengths {name!r}; there are {', '.join(DISTRIBUTIONS)}")
     if not 1 <= count <= MOST_REQUESTS:
         raise ReplayError(f"{count} requests: must be 1 to {MOST_REQUESTS}")
-    if not 0 < per_second < float("inf"):
-        raise ReplayError(f"{per_second} requests a second: must be above 0")
+    if not 1e-6 <= per_second <= 1e9:
+        raise ReplayError(f"{per_second} requests a second: must be 1e-6 to 1e9")
     rng = np.random.default_rng(seed)
     prompts, answers = DISTRIBUTIONS[name](rng, count)
     arrivals = np.cumsum(rng.exponential(1 / per_second, count))

@@ -20,6 +20,7 @@ from jaxkv.replay.errors import ReplayError
 
 BLOCK = 512  # tokens of a hash id
 LONGEST = 1 << 24
+_LATEST = 10**14
 _ANSWERS = 1 << 30  # token ids from here on are of answers
 _MOST_BLOCKS = _ANSWERS // BLOCK
 
@@ -112,8 +113,9 @@ def _request(raw: Any) -> TraceRequest:
         raise ReplayError("hash_ids must be a list of whole numbers")
     prompt, answer = _length(raw, "input_length", 1), _length(raw, "output_length", 0)
     arrival = raw.get("timestamp", 0)
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not arrival >= 0:
-        raise ReplayError(f"timestamp = {arrival!r} must be a number of milliseconds")
+    is_number = isinstance(arrival, int | float) and not isinstance(arrival, bool)
+    if not is_number or not 0 <= arrival <= _LATEST:
+        raise ReplayError(f"timestamp = {arrival!r} must be 0 to {_LATEST} milliseconds")
     if blocks and not (len(blocks) - 1) * BLOCK < prompt <= len(blocks) * BLOCK:
         raise ReplayError(f"{len(blocks)} hash_ids do not cover {prompt} tokens, {BLOCK} each")
     return TraceRequest(arrival / 1e3, prompt, max(1, answer), tuple(blocks))

@@ -123,6 +123,7 @@ def test_the_most_bytes_are_the_largest_on_the_way(page_size):
 def test_the_largest_context_fits_and_one_more_token_does_not(name, budget):
     ledger = CacheLedger.of(preset(name), "int8")
     longest = ledger.largest_context(budget, batch=3)
+    assert longest is not None
     assert 3 * ledger.most_bytes(longest) <= budget < 3 * ledger.most_bytes(longest + 1)
     batch = ledger.largest_batch(budget, 1_000)
     assert batch * ledger.most_bytes(1_000) <= budget < (batch + 1) * ledger.most_bytes(1_000)
@@ -135,6 +136,8 @@ def test_a_cache_that_does_not_grow_never_crosses():
     model = model_of(model_type="mistral", sliding_window=32)
     ledger = CacheLedger.of(model)
     assert ledger.crossing_context(10**9) is None
+    assert ledger.largest_context(10**9) is None
+    assert ledger.largest_context(10) == 0
     assert ledger.sequence_bytes(10**12) <= ledger.most_bytes(48)
 
 

@@ -63,8 +63,9 @@ def step_by_step(
             if fits:
                 waiting.append({"length": length, "final": final})
             refused += not fits
-        if runs is None:
-            for one in list(running):
+        external = 0
+        while True:
+            for one in list(running) if runs is None else []:
                 while one in running and one["length"] == one["pages"] * page_size:
                     if free:
                         free -= 1
@@ -74,26 +75,26 @@ def step_by_step(
                     free += last["pages"]
                     preemptions += 1
                     waiting.insert(0, {"length": last["length"], "final": last["final"]})
-        external = 0
-        while waiting:
-            one = waiting[0]
-            if runs is None:
-                pages = -(-one["length"] // page_size)
-                if pages + len(running) > free:
-                    break
-                free -= pages
-                one["pages"] = pages
-            else:
-                size = runs.size(one["final"])
-                start = runs.take(size)
-                if start is None:
-                    external = runs.free if runs.free >= size else 0
-                    break
-                one["run"] = start, size
-            running.append(waiting.pop(0))
-            if runs is None and one["length"] == one["pages"] * page_size and free:
-                free -= 1  # its next token needs a page before the step is over
-                one["pages"] += 1
+            admitted = 0
+            while waiting:
+                one = waiting[0]
+                if runs is None:
+                    pages = -(-one["length"] // page_size)
+                    if pages + len(running) > free:
+                        break
+                    free -= pages
+                    one["pages"] = pages
+                else:
+                    size = runs.size(one["final"])
+                    start = runs.take(size)
+                    if start is None:
+                        external = runs.free if runs.free >= size else 0
+                        break
+                    one["run"] = start, size
+                running.append(waiting.pop(0))
+                admitted += 1
+            if not admitted:  # what was admitted needs a slot for its next token, too
+                break
         for one in running:
             given = one["pages"] * page_size if runs is None else one["run"][1]
             promised = min(given, one["final"])
@@ -234,6 +235,7 @@ def test_too_long_requests_are_refused_and_the_rest_is_served():
         ('{"input_length": 5, "output_length": -1}', "output_length = -1 must be"),
         ('{"input_length": 5, "output_length": 1, "timestamp": "x"}', "timestamp = 'x' must"),
         ('{"input_length": 5, "output_length": 1, "timestamp": NaN}', "timestamp = nan must"),
+        ('{"input_length": 5, "output_length": 1, "timestamp": Infinity}', "timestamp = inf must"),
         ('{"input_length": 5, "output_length": 1, "hash_ids": [1, 2]}', "2 hash_ids do not cover"),
         ('{"input_length": 5, "output_length": 1, "hash_ids": [-1]}', "hash_ids must be a list"),
     ],

@@ -96,13 +96,21 @@ def test_csv_has_the_same_rows_and_a_table_the_unit_in_its_head(run):
 
 
 def test_memory_and_bandwidth_add_what_fits_and_how_fast(run):
-    arguments = ["--context", "4k", "--memory", "80GB", "--bandwidth", "3.35TB", "--json"]
+    arguments = ["--context", "4k", "--memory", "80GB", "--bandwidth", "3.35TB"]
+    _, out, _ = run(ledger, *arguments, "--flops", "400T")
+    assert "| longest context | largest batch | ms a step | flops a byte | prefill, Tflop |" in out
+    arguments += ["--flops", "400T", "--json"]
     _, out, _ = run(ledger, *arguments)
     (row,) = rows_of(out)
     assert row["largest_context"] == 126_880
     assert row["largest_batch"] == (80 * 10**9 - row["weight_bytes"]) // (4_096 * 524_288)
     assert 0.004 < row["step_seconds"] < 0.005
     assert 0.8 < row["flops_per_byte"] < 1.1
+    # Two operations for each weight and token, and attention's part of all.
+    assert row["prefill_flops"] * (1 - row["attention_share"]) == pytest.approx(
+        2 * 4_096 * 6.476e9, rel=1e-3
+    )
+    assert row["prefill_seconds"] == row["prefill_flops"] / 4e14
     _, out, _ = run(ledger, "--model", "llama-2-70b", *arguments)
     assert (rows_of(out)[0]["largest_context"], rows_of(out)[0]["largest_batch"]) == (0, 0)
 
@@ -301,7 +309,7 @@ MISTAKES = [
     (simulate_fragmentation, ["--lengths", "odd"], "invalid choice: 'odd'"),
     (simulate_fragmentation, ["--allocators", "slab"], "--allocators slab: there are max-length"),
     (simulate_fragmentation, ["--page-sizes", "512"], "--page-sizes 512: must be 1 to 256"),
-    (simulate_fragmentation, ["--rate", "0"], "0.0 requests a second: must be above 0"),
+    (simulate_fragmentation, ["--rate", "0"], "0.0 requests a second: must be 1e-6"),
     (simulate_fragmentation, ["--rate", "nan"], "nan requests a second"),
     (simulate_fragmentation, ["--step", "-1"], "-1.0 seconds a step"),
     (simulate_fragmentation, ["--seed", "-1"], "--seed must be at least 0"),
