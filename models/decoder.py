@@ -82,8 +82,8 @@ class Decoder(nnx.Module):
                 sink_q=sink_q,
                 backend=backend,
             )
-            x = x + _maybe(layer.attention_post_norm, layer.attention.merge(attended))
-            x = x + _maybe(layer.mlp_post_norm, layer.mlp(layer.mlp_norm(x)))
+            x = x + maybe(layer.attention_post_norm, layer.attention.merge(attended))
+            x = x + maybe(layer.mlp_post_norm, layer.mlp(layer.mlp_norm(x)))
         return self.final_norm(x), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -94,5 +94,6 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _maybe(norm: RmsNorm | None, x: jax.Array) -> jax.Array:
+def maybe(norm: RmsNorm | None, x: jax.Array) -> jax.Array:
+    """A norm's output, or its input where there is no norm."""
     return x if norm is None else norm(x)
