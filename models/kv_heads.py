@@ -144,4 +144,4 @@ def _planes(x: np.ndarray) -> np.ndarray:
 
 
 def _channels(z: np.ndarray) -> np.ndarray:
-    return np.concatenate([z.real, z.imag])
+    return np.concatenate([np.real(z), np.imag(z)])

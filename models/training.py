@@ -108,7 +108,8 @@ class Trainer:
             value, gradients = jax.value_and_grad(loss)(params)
             with jax.numpy_dtype_promotion("standard"):  # optax multiplies floats and counts
                 updates, moments = optimizer.update(gradients, moments, params)
-            return (optax.apply_updates(params, updates), moments), value
+            new: Any = optax.apply_updates(params, updates)
+            return (new, moments), value
 
         self._update = jax.jit(update, donate_argnums=0)
 

@@ -83,7 +83,7 @@ def run(
     settings = {name: Setting(formats=formats) for name, formats in chosen.items()}
     found: dict[str, Quality] = {}
     with console.progress(
-        len(tokens) * len(set(sizes.values())), unit="token", description="measuring"
+        len(tokens) * (len(names) + len(set(sizes.values()))), unit="token", description="measuring"
     ) as bar:
         for size in sorted(set(sizes.values())):
             here = {name: settings[name] for name in names if sizes[name] == size}

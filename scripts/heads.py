@@ -28,7 +28,7 @@ import numpy as np
 from models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from models.decode_model import FlaxDecodeModel
 from models.errors import ModelError
-from models.kv_heads import POOLINGS, with_kv_heads
+from models.kv_heads import POOLINGS, Pooling, with_kv_heads
 from models.training import TrainConfig, Trainer, mean_loss
 from models.weights import random_model
 from scripts import console
@@ -36,6 +36,7 @@ from scripts.plots import save_lines
 
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.10)
 NATS_TO_BITS = 1 / np.log(2)
+NOT_POOLED = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,27 +111,23 @@ def main(argv: list[str]) -> int:
     console.enable_compilation_cache()
     file = args.out / "rows.jsonl"
     rows = read_rows(file)
-    runs = [(seed, None, "none") for seed in range(args.seeds)]
-    runs += [
-        (seed, K, init)
-        for seed in range(args.seeds)
-        for K in fewer(size.heads)
-        for init in args.init
-    ]
     done = {(row["seed"], row["kv_heads"], row["init"]) for row in rows}
-    steps = size.steps * args.seeds + round(SHARES[-1] * size.steps) * len(runs)
+    cells: list[tuple[int, Pooling | None]] = [(size.heads, None)]
+    cells += [(K, init) for K in fewer(size.heads) for init in args.init]
+    last = round(SHARES[-1] * size.steps)
+    steps = args.seeds * (size.steps + len(cells) * last)
     with console.progress(steps, unit="step", description="heads") as bar:
         for seed in range(args.seeds):
             base = trained_base(size, data[: -size.held_out], seed, args.out, bar)
-            for _, K, init in [run for run in runs if run[0] == seed]:
-                if (seed, K or size.heads, init) in done:
-                    bar.update(round(SHARES[-1] * size.steps))
+            for K, init in cells:
+                if (seed, K, init or NOT_POOLED) in done:
+                    bar.update(last)
                     continue
-                new = base if K is None else with_kv_heads(base, K, init, seed=seed)
-                for row in curve(new, size, data, seed, init, bar):
-                    rows.append(row)
+                new = base if init is None else with_kv_heads(base, K, init, seed=seed)
+                found = list(curve(new, size, data, seed, init or NOT_POOLED, bar))
                 with file.open("a", encoding="utf-8") as stream:
-                    stream.writelines(json.dumps(row) + "\n" for row in rows[-len(SHARES) :])
+                    stream.writelines(json.dumps(row) + "\n" for row in found)
+                rows += found
     write_results(args, rows, size)
     return 0
 
@@ -187,14 +184,15 @@ def curve(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows so far; a line that was cut short is left out."""
-    rows = []
+    """The rows so far, of cells that are complete; a line that was cut short is left out."""
+    rows = {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
-    return rows
+        rows.setdefault((row["seed"], row["kv_heads"], row["init"]), {})[row["share"]] = row
+    return [row for cell in rows.values() if len(cell) == len(SHARES) for row in cell.values()]
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -206,7 +204,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         cell = row["kv_heads"], row["init"], row["share"]
         cells.setdefault(cell, []).append(row["bits_per_byte"])
-    whole = {share: mean(x) for (_, init, share), x in cells.items() if init == "none"}
+    whole = {share: mean(x) for (_, init, share), x in cells.items() if init == NOT_POOLED}
     found = []
     for (K, init, share), x in cells.items():
         lost = mean(cells[K, init, 0.0]) - whole[0.0]
@@ -233,7 +231,7 @@ def write_results(args: argparse.Namespace, rows: list[dict[str, Any]], size: Si
         writer.writerows(rows)
     found = summary(rows)
     (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    whole = {row["share"]: row["bits_per_byte"] for row in found if row["init"] == "none"}
+    whole = {row["share"]: row["bits_per_byte"] for row in found if row["init"] == NOT_POOLED}
     lines = {}
     for K in fewer(size.heads):
         for init in args.init:
@@ -251,7 +249,7 @@ def write_results(args: argparse.Namespace, rows: list[dict[str, Any]], size: Si
     print("| KV heads | pooled by | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |")
     print("|---|---|" + "---|" * len(SHARES))
     for K in (size.heads, *fewer(size.heads)):
-        for init in ("none", *args.init):
+        for init in (NOT_POOLED, *args.init):
             cell = [row for row in found if (row["kv_heads"], row["init"]) == (K, init)]
             if cell:
                 values = [f"{row['bits_per_byte']:.3f} ± {row['std']:.3f}" for row in cell]
