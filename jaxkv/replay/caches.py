@@ -22,6 +22,7 @@ from jaxkv.replay.errors import ReplayError
 
 CACHES = ("none", "request", "hash", "page", "token")
 EVICTIONS = ("lru", "lfu", "fifo")
+MOST_PAGES = 1 << 26
 
 
 class Served(NamedTuple):
@@ -75,8 +76,10 @@ def make_cache(name: str, capacity: int, page_size: int, eviction: str) -> Prefi
 
 def check_pages(capacity: int, page_size: int) -> None:
     """Raises ReplayError where a pool of so many tokens, or such pages, cannot be made."""
-    if not 1 <= page_size <= capacity <= 1 << 30:
-        raise ReplayError(f"a cache of {capacity} tokens in pages of {page_size}: 1 to {1 << 30}")
+    if not 1 <= page_size <= capacity or capacity // page_size > MOST_PAGES:
+        raise ReplayError(
+            f"a cache of {capacity} tokens in pages of {page_size}: must be 1 to {MOST_PAGES} pages"
+        )
 
 
 class Forgetful:

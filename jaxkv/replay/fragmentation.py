@@ -27,7 +27,7 @@ from jaxkv.replay.errors import ReplayError
 from jaxkv.replay.traces import TraceRequest
 
 ALLOCATORS = ("max-length", "buddy", "oracle", "paged")
-MOST_SLOTS = 1 << 28
+MOST_PAGES = 1 << 26
 _SAMPLES = 400  # at least, up to twice as many
 
 
@@ -199,9 +199,9 @@ def measure_fragmentation(
     """
     longest = max((one.prompt + one.answer for one in requests), default=0)
     max_length = max_length or 1 << max(0, longest - 1).bit_length()
-    if not 1 <= page_size <= capacity <= MOST_SLOTS:
+    if not 1 <= page_size <= capacity or capacity // page_size > MOST_PAGES:
         raise ReplayError(
-            f"{capacity} slots in pages of {page_size}: must be a page to {MOST_SLOTS} slots"
+            f"{capacity} slots in pages of {page_size}: must be 1 to {MOST_PAGES} pages"
         )
     if not 1e-6 <= step_seconds <= 1e6:
         raise ReplayError(f"{step_seconds} seconds a step: must be 1e-6 to 1e6")

@@ -201,7 +201,7 @@ def test_on_a_real_trace_pages_of_16_waste_under_4_percent_and_runs_tens_of_perc
         ({"capacity": 0}, "0 slots in pages of 16"),
         ({"capacity": 8}, "8 slots in pages of 16"),
         ({"page_size": 0}, "pages of 0"),
-        ({"capacity": 1 << 40}, "to 268435456 slots"),
+        ({"capacity": 1 << 40}, "must be 1 to 67108864 pages"),
         ({"step_seconds": 0.0}, "0.0 seconds a step"),
         ({"step_seconds": math.nan}, "nan seconds a step"),
         ({"capacity": 32}, "paged: none of 1 requests fits into 32 slots"),
