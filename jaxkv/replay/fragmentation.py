@@ -52,6 +52,7 @@ class Fragmentation:
       page_size: P; None of one that is not paged.
       capacity: slots.
       requests, refused: how many came, and how many were too long to be served at all.
+      admitted: how many were running or done when the last one came.
       preemptions: how often a sequence had to wait again.
       used, reserved, internal, external: see the module.
       mean_running, most_running: sequences at a time.
@@ -65,6 +66,7 @@ class Fragmentation:
     capacity: int
     requests: int
     refused: int
+    admitted: int
     preemptions: int
     used: float
     reserved: float
@@ -229,6 +231,7 @@ def measure_fragmentation(
         capacity=capacity,
         requests=len(requests),
         refused=len(requests) - service.served,
+        admitted=service.admitted,
         preemptions=service.preemptions,
         used=mean["used"],
         reserved=mean["promised"] - mean["used"],
@@ -269,6 +272,7 @@ class _Service:
 
     Attributes:
       now, first: steps.
+      served, admitted, preemptions, waited, most_running: see `Fragmentation`; waited is in steps.
       totals: sums over steps, of slots and of running sequences.
     """
 
@@ -291,13 +295,13 @@ class _Service:
         self._due: dict[int, list[_Sequence]] = {}
         self._steps: list[int] = []  # a heap of the keys of `_due`
         self.now = self.first = self._coming[0].arrived if self._coming else 0
-        self.served = self.preemptions = self.waited = self.most_running = 0
+        self.served = self.admitted = self.preemptions = self.waited = self.most_running = 0
         self._used = self._given = self._promised = self._external = 0
         names = ("used", "given", "promised", "external", "running")
         self.totals = dict.fromkeys(names, 0)
         self.samples: list[Sample] = []
-        last = self._coming[-1].arrived if self._coming else 0
-        self._every = max(1, (last - self.first) // _SAMPLES)
+        self._last_arrival = self._coming[-1].arrived if self._coming else 0
+        self._every = max(1, (self._last_arrival - self.first) // _SAMPLES)
         self._next_sample = self.now
 
     def run(self) -> None:
@@ -379,6 +383,7 @@ class _Service:
             self._waiting.popleft()
             if not head.admitted:
                 self.waited += self.now - head.arrived
+                self.admitted += self.now <= self._last_arrival
             head.slots, head.birth, head.admitted = slots, self.now - head.length, True
             self._running[head] = None
             self._used += head.length
