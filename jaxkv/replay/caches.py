@@ -147,17 +147,20 @@ class PageHash:
 
     A page's key is the hash of the key before it and its tokens, so that equal keys have equal
     prefixes. A page that no request holds may be evicted; of one request the last pages go first.
+
+    Attributes:
+      pool: of the pages.
     """
 
     def __init__(self, capacity: int, page_size: int, eviction: str):
-        self._pool = PagePool(-(-capacity // page_size) + 1)
+        self.pool = PagePool(-(-capacity // page_size) + 1)
         self._page_size = page_size
         self._pages: dict[bytes, int] = {}
         self._order: _Order = _Recent() if eviction == "lru" else _Ranked(count=eviction == "lfu")
 
     def serve(self, prompt: bytes, answer: bytes) -> Served:
         """See PrefixCache."""
-        P, pool = self._page_size, self._pool
+        P, pool = self._page_size, self.pool
         computed = (prompt + answer)[:-TOKEN]
         keys = self._keys(computed)
         whole = (len(prompt) // TOKEN - 1) // P

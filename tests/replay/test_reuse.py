@@ -25,7 +25,7 @@ from jaxkv.replay import (
     turns,
     workloads,
 )
-from jaxkv.replay.caches import Radix
+from jaxkv.replay.caches import PageHash, Radix
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 REQUESTS = st.lists(
@@ -145,11 +145,17 @@ def test_no_order_finds_more_than_the_optimum(requests, capacity, P, cache, evic
 
 @settings(max_examples=40, deadline=None)
 @given(requests=REQUESTS, capacity=st.integers(4, 40), P=st.sampled_from([2, 4]))
-def test_the_replayed_index_keeps_its_books(requests, capacity, P):
-    cache = Radix(capacity, P, "lru", exact=True)
+def test_the_replayed_caches_keep_their_books(requests, capacity, P):
+    radix = Radix(capacity, P, "lru", exact=True)
+    hashes = [PageHash(capacity, P, eviction) for eviction in EVICTIONS]
     for prompt, answer in requests:
-        cache.serve(pack(prompt), pack(answer))
-        check_integrity(cache.index)
+        radix.serve(pack(prompt), pack(answer))
+        check_integrity(radix.index)
+        for cache in hashes:
+            served = cache.serve(pack(prompt), pack(answer))
+            cache.pool.check_integrity()
+            assert cache.pool.num_held == 0
+            assert cache.pool.num_cached * P == served.held
 
 
 def test_a_refused_request_leaves_the_cache_as_it_was():
