@@ -133,11 +133,14 @@ def test_models_lists_every_preset_with_its_source(run):
     assert all(row["source"] and row["parameters"] > 0 for row in rows)
 
 
-def test_on_a_terminal_a_table_is_drawn(run, monkeypatch):
+@pytest.mark.parametrize("width", [200, 80, 20])
+def test_on_a_terminal_a_table_is_drawn_and_no_figure_is_cut(run, monkeypatch, width):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "200")
-    _, out, _ = run(ledger, "--context", "4k")
-    assert "┏" in out and "llama-2-7b" in out and "524,288" in out
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = run(ledger, "--context", "4k,32k", "--format", "bf16,int8")
+    assert "\u2500" in out and "\u2026" not in out
+    for figure in ("llama-2-7b", "524,288", "270,336", "32,768", "25,697", "16.00", "12.55"):
+        assert figure in out
 
 
 def test_plan_names_what_fits_with_the_measured_cost_of_its_format(run):
