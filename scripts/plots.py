@@ -40,11 +40,11 @@ def require() -> None:
         raise LedgerError("figures need matplotlib: pip install 'jaxkv[plot]'") from None
 
 
-def save(figure: "Figure", file: Path | TextIO, kind: str | None = None) -> None:
-    """Writes a figure as PNG or SVG; None goes by the file's name."""
+def save(figure: "Figure", file: Path | TextIO) -> None:
+    """Writes a figure as what a path ends with, PNG or SVG; into an open file as SVG."""
     import matplotlib
 
-    kind = kind or file.suffix[1:].lower() if isinstance(file, Path) else kind
+    kind = file.suffix[1:].lower() if isinstance(file, Path) else "svg"
     with matplotlib.rc_context({"svg.hashsalt": "jaxkv", "svg.fonttype": "none"}):
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(file, dpi=150, format=kind, metadata=metadata)

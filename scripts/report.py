@@ -244,6 +244,6 @@ def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 def figure(drawn: "Figure") -> str:
     """A figure as SVG within the page."""
     file = io.StringIO()
-    plots.save(drawn, file, "svg")
+    plots.save(drawn, file)
     text = file.getvalue()
     return f"<figure>{text[text.index('<svg') :]}</figure>"

@@ -12,7 +12,8 @@ engine's pool as it grows, and is run for each page size.
 
 `used` slots hold a token; `reserved` ones will, `internal` ones belong to a sequence that will not
 need them, `external` ones are free and would do for the request that waits if they were in one
-piece. Waste is the share of the last three among all four. A trace is JSON lines with timestamp,
+piece. Waste is the share of the last three among all four. `admitted in time` are the requests that
+were running or done when the last one came. A trace is JSON lines with timestamp,
 input_length and output_length, as Mooncake published theirs.
 """
 
@@ -134,6 +135,7 @@ COLUMNS = (
     Column("mean_running", "running", decimals(1)),
     Column("most_running", "at most", whole),
     Column("mean_wait", "wait, s", decimals(1)),
+    Column("admitted", "admitted in time", whole),
     Column("refused", "refused", whole),
     Column("preemptions", "preempted", whole),
     Column("seconds", "all served, s", whole),

@@ -36,6 +36,7 @@ from jaxkv.replay import (
     EVICTIONS,
     OPTIMUM,
     Expanded,
+    ReplayError,
     Reuse,
     Turn,
     measure_reuse,
@@ -121,7 +122,7 @@ def load(args: argparse.Namespace) -> tuple[Packed, int]:
     """The requests of a workload, and the tokens that its cache holds.
 
     Raises:
-      ReplayError: the trace is none.
+      ReplayError: the trace is none, or has none for W4.
     """
     if args.workload == "trace":
         requests = Expanded(read_trace(args.trace)[: args.requests])
@@ -141,6 +142,8 @@ def load(args: argparse.Namespace) -> tuple[Packed, int]:
         for request in packed:
             found.append(request)
             bar.update()
+    if not found:
+        raise ReplayError(f"{args.trace}: has no request with hash_ids that fits")
     return found, args.capacity or capacity
 
 

@@ -7,6 +7,7 @@ import argparse
 import csv
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,24 +92,44 @@ def write(
 def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     """Prints a table: drawn on a terminal, Markdown elsewhere."""
     cells = [[column.show(row[column.key]) for column in columns] for row in rows]
+    titles = [column.title for column in columns]
     if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table()
-        for i, column in enumerate(columns):
-            numeric = all(_is_number(row[i]) for row in cells)
-            table.add_column(column.title, justify="right" if numeric else "left")
-        for row in cells:
-            table.add_row(*row)
-        Console().print(table)
+        draw(titles, cells)
     else:
-        print(markdown(cells, columns))
+        print(markdown(titles, cells))
 
 
-def markdown(cells: Sequence[Sequence[str]], columns: Sequence[Column]) -> str:
+def draw(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Draws a table on a terminal; words wrap, and no figure is cut.
+
+    Where it is too wide, a column that says the same in each row becomes a line above it.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    wrapped = [[_wrapped(title, 12) for title in titles]]
+    wrapped += [[_wrapped(text, 24) for text in row] for row in cells]
+    widths = [max(map(_width, column)) + 3 for column in zip(*wrapped, strict=True)]
+    kept = list(range(len(titles)))
+    if sum(widths) > console.width and len(cells) > 1:
+        alike = [i for i in kept if len({row[i] for row in cells}) == 1]
+        kept = [i for i in kept if i not in alike] or kept[:1]
+        print("; ".join(f"{titles[i]}: {cells[0][i]}" for i in alike))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i in kept:
+        numeric = all(_is_number(row[i]) for row in cells)
+        justify = "right" if numeric else "left"
+        table.add_column(wrapped[0][i], justify=justify, no_wrap=True)
+    for row in wrapped[1:]:
+        table.add_row(*(row[i] for i in kept))
+    Console(width=max(console.width, sum(widths[i] for i in kept))).print(table)
+
+
+def markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """Cells as a Markdown table."""
-    lines = [[column.title for column in columns], ["---"] * len(columns), *cells]
+    lines = [titles, ["---"] * len(titles), *cells]
     return "\n".join(f"| {' | '.join(x.replace('|', '/') for x in line)} |" for line in lines)
 
 
@@ -116,5 +137,13 @@ def _cell(value: Any) -> Any:
     return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.split("\n")))
+
+
 def _is_number(text: str) -> bool:
-    return text[:1].isdigit() or text[:1] in "-+<"
+    return text[:1].isdigit() or text == "-"

@@ -113,6 +113,9 @@ def _model(keys: Keys, family: Family, name: str, source: str) -> Model:
     if family.per_layer_inputs:
         more, vectors_more = _per_layer_inputs(keys, width, count)
         embedding, vectors = embedding + more, vectors + vectors_more
+    if not keys.given("tie_word_embeddings"):
+        own = "true" if family.tied else "false"
+        keys.note(f"tie_word_embeddings is missing: taken as {own}, the family's own")
     return Model(
         name=name,
         width=width,

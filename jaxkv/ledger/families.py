@@ -61,18 +61,38 @@ _GEMMA3 = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "smollm3": Family(tied=True, kinds=layer_kinds.smollm3),
-    "mistral": Family(kinds=layer_kinds.windowed),
-    "ministral": Family(kinds=layer_kinds.windowed),
-    "mixtral": Family(kinds=layer_kinds.windowed, mlp=mlps.mixtral),
-    "qwen2": Family(qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen),
+    "mistral": Family(
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, kinds=layer_kinds.windowed
+    ),
+    "ministral": Family(
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, kinds=layer_kinds.windowed
+    ),
+    "mixtral": Family(
+        defaults={"num_key_value_heads": 8}, kinds=layer_kinds.windowed, mlp=mlps.mixtral
+    ),
+    "qwen2": Family(
+        defaults={"num_key_value_heads": 32}, qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen
+    ),
     "qwen2_moe": Family(qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen, mlp=mlps.qwen_moe),
-    "qwen3": Family(defaults={"head_dim": 128}, qk_norm=True, kinds=layer_kinds.qwen),
-    "qwen3_moe": Family(qk_norm=True, kinds=layer_kinds.qwen, mlp=mlps.qwen_moe),
+    "qwen3": Family(
+        defaults={"head_dim": 128, "num_key_value_heads": 32}, qk_norm=True, kinds=layer_kinds.qwen
+    ),
+    "qwen3_moe": Family(
+        defaults={"num_key_value_heads": 4},
+        qk_norm=True,
+        kinds=layer_kinds.qwen,
+        mlp=mlps.qwen_moe,
+    ),
     "qwen3_next": Family(
         qk_norm=True, output_gate=True, kinds=layer_kinds.every_fourth_full, mlp=mlps.qwen_moe
     ),
     "gemma": Family(defaults=_GEMMA, tied=True),
-    "gemma2": Family(defaults=_GEMMA, tied=True, norms=4, kinds=layer_kinds.alternating),
+    "gemma2": Family(
+        defaults=_GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096},
+        tied=True,
+        norms=4,
+        kinds=layer_kinds.alternating,
+    ),
     "gemma3_text": Family(
         defaults=_GEMMA3, tied=True, norms=4, qk_norm=True, kinds=layer_kinds.patterned(6)
     ),
@@ -89,7 +109,12 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(latent=True, mlp=mlps.deepseek),
     "kimi_k2": Family(latent=True, mlp=mlps.deepseek),
     "gpt_oss": Family(
-        qkv_bias=True, o_bias=True, sinks=True, kinds=layer_kinds.alternating, mlp=mlps.gpt_oss
+        defaults={"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128},
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        kinds=layer_kinds.alternating,
+        mlp=mlps.gpt_oss,
     ),
     "llama4_text": Family(kinds=layer_kinds.llama4, mlp=mlps.llama4),
     "minimax_text_01": Family(kinds=layer_kinds.minimax, mlp=mlps.mixtral),

@@ -22,7 +22,13 @@ def dense(*, gated: bool = True, bias: bool | None = None) -> Reader:
         if gated:
             F = keys.integer("intermediate_size")
         else:
-            F = keys.integer_or_none("intermediate_size", "n_inner", "ffn_hidden_size") or 4 * width
+            F = keys.integer(
+                "intermediate_size",
+                "n_inner",
+                "ffn_hidden_size",
+                default=4 * width,
+                because="four times the width",
+            )
         has_bias = keys.flag("mlp_bias") if bias is None else bias
         vectors = (F * (2 if gated else 1) + width) * has_bias
         return [Mlp(weights=(3 if gated else 2) * width * F, vectors=vectors)] * count

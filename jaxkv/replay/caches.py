@@ -22,6 +22,7 @@ from jaxkv.replay.errors import ReplayError
 
 CACHES = ("none", "request", "hash", "page", "token")
 EVICTIONS = ("lru", "lfu", "fifo")
+MOST_PAGES = 1 << 26
 
 
 class Served(NamedTuple):
@@ -75,8 +76,10 @@ def make_cache(name: str, capacity: int, page_size: int, eviction: str) -> Prefi
 
 def check_pages(capacity: int, page_size: int) -> None:
     """Raises ReplayError where a pool of so many tokens, or such pages, cannot be made."""
-    if not 1 <= page_size <= capacity <= 1 << 30:
-        raise ReplayError(f"a cache of {capacity} tokens in pages of {page_size}: 1 to {1 << 30}")
+    if not 1 <= page_size <= capacity or capacity // page_size > MOST_PAGES:
+        raise ReplayError(
+            f"a cache of {capacity} tokens in pages of {page_size}: must be 1 to {MOST_PAGES} pages"
+        )
 
 
 class Forgetful:
@@ -144,17 +147,20 @@ class PageHash:
 
     A page's key is the hash of the key before it and its tokens, so that equal keys have equal
     prefixes. A page that no request holds may be evicted; of one request the last pages go first.
+
+    Attributes:
+      pool: of the pages.
     """
 
     def __init__(self, capacity: int, page_size: int, eviction: str):
-        self._pool = PagePool(-(-capacity // page_size) + 1)
+        self.pool = PagePool(-(-capacity // page_size) + 1)
         self._page_size = page_size
         self._pages: dict[bytes, int] = {}
         self._order: _Order = _Recent() if eviction == "lru" else _Ranked(count=eviction == "lfu")
 
     def serve(self, prompt: bytes, answer: bytes) -> Served:
         """See PrefixCache."""
-        P, pool = self._page_size, self._pool
+        P, pool = self._page_size, self.pool
         computed = (prompt + answer)[:-TOKEN]
         keys = self._keys(computed)
         whole = (len(prompt) // TOKEN - 1) // P

@@ -11,7 +11,7 @@ token a step and leave. A slot, room for the K and V of one token, is at any tim
 
 and all but used and free are waste (arXiv 2309.06180, figure 2). Paged allocation takes pages from
 `jaxkv.prefix.PagePool`, as the engine does; where they run out, the sequence that came last waits
-again, and goes on from its length when there is room.
+again, and goes on from its length when there is room. Not here: the allocators (`stores`).
 """
 
 import heapq
@@ -19,15 +19,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from jaxkv.prefix import PagePool
-from jaxkv.replay.contiguous import Buddy, FirstFit, MaxLength, Reserving
 from jaxkv.replay.errors import ReplayError
+from jaxkv.replay.stores import Slots, Store, make_store
 from jaxkv.replay.traces import TraceRequest
 
-ALLOCATORS = ("max-length", "buddy", "oracle", "paged")
-MOST_SLOTS = 1 << 28
 _SAMPLES = 400  # at least, up to twice as many
 
 
@@ -48,10 +45,11 @@ class Fragmentation:
     """What an allocator made of a series of requests; slots are means over time.
 
     Attributes:
-      allocator: of `ALLOCATORS`.
+      allocator: of `stores.ALLOCATORS`.
       page_size: P; None of one that is not paged.
       capacity: slots.
       requests, refused: how many came, and how many were too long to be served at all.
+      admitted: how many were running or done when the last one came.
       preemptions: how often a sequence had to wait again.
       used, reserved, internal, external: see the module.
       mean_running, most_running: sequences at a time.
@@ -65,6 +63,7 @@ class Fragmentation:
     capacity: int
     requests: int
     refused: int
+    admitted: int
     preemptions: int
     used: float
     reserved: float
@@ -83,96 +82,6 @@ class Fragmentation:
         return lost / (self.used + lost) if self.used else 0.0
 
 
-class _Store(Protocol):
-    """Where sequences have their slots."""
-
-    def fits(self, final: int) -> bool:
-        """Whether a sequence of so many tokens can be served at all."""
-        ...
-
-    def admit(self, length: int, final: int, running: int) -> "_Slots | None":
-        """Takes the first slots of a sequence; None where there is no room."""
-        ...
-
-    def grow(self, growing: "Sequence[_Slots]") -> bool:
-        """Takes more for each, or for none; whether there was room."""
-        ...
-
-    def release(self, slots: "_Slots") -> None:
-        """Takes them back."""
-        ...
-
-    def external(self, length: int, final: int) -> int:
-        """Free slots that would do for a sequence that waits, if they were in one piece."""
-        ...
-
-
-@dataclass(slots=True)
-class _Slots:
-    """A sequence's slots: so many, and what its store knows them by."""
-
-    count: int
-    start: int = 0
-    pages: list[int] = field(default_factory=list)
-
-
-class _Contiguous:
-    """One run a sequence."""
-
-    def __init__(self, allocator: Reserving, longest: int):
-        self._allocator = allocator
-        self._longest = longest
-
-    def fits(self, final: int) -> bool:
-        return final <= self._longest
-
-    def admit(self, length: int, final: int, running: int) -> _Slots | None:
-        size = self._allocator.size(final)
-        start = self._allocator.take(size)
-        return None if start is None else _Slots(size, start)
-
-    def grow(self, growing: Sequence[_Slots]) -> bool:
-        raise AssertionError("a run has room for the whole sequence")
-
-    def release(self, slots: _Slots) -> None:
-        self._allocator.give(slots.start, slots.count)
-
-    def external(self, length: int, final: int) -> int:
-        free = self._allocator.free
-        return free if free >= self._allocator.size(final) else 0
-
-
-class _Paged:
-    """Pages of the engine's pool."""
-
-    def __init__(self, capacity: int, page_size: int):
-        self._pool = PagePool(capacity // page_size + 1)
-        self._page_size = page_size
-
-    def fits(self, final: int) -> bool:
-        return -(-final // self._page_size) <= self._pool.capacity
-
-    def admit(self, length: int, final: int, running: int) -> _Slots | None:
-        needed = -(-length // self._page_size)
-        if needed + running > self._pool.num_free:  # a page for each that runs stays free
-            return None
-        return _Slots(needed * self._page_size, pages=self._pool.acquire(needed))
-
-    def grow(self, growing: Sequence[_Slots]) -> bool:
-        if self._pool.num_free < len(growing):
-            return False
-        for slots, page in zip(growing, self._pool.acquire(len(growing)), strict=True):
-            slots.pages.append(page)
-            slots.count += self._page_size
-        return True
-
-    def release(self, slots: _Slots) -> None:
-        self._pool.release(slots.pages)
-
-    def external(self, length: int, final: int) -> int:
-        return 0
-
-
 def measure_fragmentation(
     requests: Sequence[TraceRequest],
     allocator: str,
@@ -187,7 +96,7 @@ def measure_fragmentation(
 
     Args:
       requests: in order of arrival.
-      allocator: of `ALLOCATORS`.
+      allocator: of `stores.ALLOCATORS`.
       capacity: slots that there are.
       page_size: P, of `paged`.
       max_length: what `max-length` reserves; None for the power of two that holds every request.
@@ -199,23 +108,10 @@ def measure_fragmentation(
     """
     longest = max((one.prompt + one.answer for one in requests), default=0)
     max_length = max_length or 1 << max(0, longest - 1).bit_length()
-    if not 1 <= page_size <= capacity <= MOST_SLOTS:
-        raise ReplayError(
-            f"{capacity} slots in pages of {page_size}: must be a page to {MOST_SLOTS} slots"
-        )
+    store = make_store(allocator, capacity, page_size, max_length)
     if not 1e-6 <= step_seconds <= 1e6:
         raise ReplayError(f"{step_seconds} seconds a step: must be 1e-6 to 1e6")
-    stores: dict[str, Callable[[], _Store]] = {
-        "max-length": lambda: _Contiguous(
-            MaxLength(capacity, max_length), max_length if max_length <= capacity else 0
-        ),
-        "buddy": lambda: _Contiguous(Buddy(capacity), 1 << (capacity.bit_length() - 1)),
-        "oracle": lambda: _Contiguous(FirstFit(capacity), capacity),
-        "paged": lambda: _Paged(capacity, page_size),
-    }
-    if allocator not in stores:
-        raise ReplayError(f"no allocator {allocator!r}; there are {', '.join(ALLOCATORS)}")
-    service = _Service(stores[allocator](), requests, step_seconds, on_request)
+    service = _Service(store, requests, step_seconds, on_request)
     service.run()
     if service.served == 0:
         raise ReplayError(
@@ -229,6 +125,7 @@ def measure_fragmentation(
         capacity=capacity,
         requests=len(requests),
         refused=len(requests) - service.served,
+        admitted=service.admitted,
         preemptions=service.preemptions,
         used=mean["used"],
         reserved=mean["promised"] - mean["used"],
@@ -259,7 +156,7 @@ class _Sequence:
     length: int
     final: int
     birth: int = 0
-    slots: _Slots = field(default_factory=lambda: _Slots(0))
+    slots: Slots = field(default_factory=lambda: Slots(0))
     due: int = -1
     admitted: bool = False
 
@@ -269,12 +166,13 @@ class _Service:
 
     Attributes:
       now, first: steps.
+      served, admitted, preemptions, waited, most_running: see `Fragmentation`; waited is in steps.
       totals: sums over steps, of slots and of running sequences.
     """
 
     def __init__(
         self,
-        store: _Store,
+        store: Store,
         requests: Sequence[TraceRequest],
         step_seconds: float,
         on_request: Callable[[], object],
@@ -291,13 +189,13 @@ class _Service:
         self._due: dict[int, list[_Sequence]] = {}
         self._steps: list[int] = []  # a heap of the keys of `_due`
         self.now = self.first = self._coming[0].arrived if self._coming else 0
-        self.served = self.preemptions = self.waited = self.most_running = 0
+        self.served = self.admitted = self.preemptions = self.waited = self.most_running = 0
         self._used = self._given = self._promised = self._external = 0
         names = ("used", "given", "promised", "external", "running")
         self.totals = dict.fromkeys(names, 0)
         self.samples: list[Sample] = []
-        last = self._coming[-1].arrived if self._coming else 0
-        self._every = max(1, (last - self.first) // _SAMPLES)
+        self._last_arrival = self._coming[-1].arrived if self._coming else 0
+        self._every = max(1, (self._last_arrival - self.first) // _SAMPLES)
         self._next_sample = self.now
 
     def run(self) -> None:
@@ -379,6 +277,7 @@ class _Service:
             self._waiting.popleft()
             if not head.admitted:
                 self.waited += self.now - head.arrived
+                self.admitted += self.now <= self._last_arrival
             head.slots, head.birth, head.admitted = slots, self.now - head.length, True
             self._running[head] = None
             self._used += head.length

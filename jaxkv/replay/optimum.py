@@ -1,9 +1,11 @@
 """The most that any order of eviction could find: Belady's, which knows what will be asked.
 
 When slots are needed, those go whose next use is farthest, and of equals the deepest (L. A. Belady,
-IBM Systems Journal 5:2, 1966). Slots of one prefix share their fate from one branching to the next,
-so that runs of tokens are moved and not tokens: all sequences together make a fixed radix tree,
-cut wherever a prompt or a sequence ends, and of each run a beginning is there.
+IBM Systems Journal 5:2, 1966). A use is to be found: what a request computes in any case, as the
+tokens of its answer, it finds no sooner for their being there, so that they need not be kept for
+it. Slots of one prefix share their fate from one branching to the next, so that runs of tokens are
+moved and not tokens: all sequences together make a fixed radix tree, cut wherever a prompt or a
+sequence ends, and of each run a beginning is there.
 
 At a granularity of P tokens only whole pages are found and kept, and sequences branch at pages.
 """
@@ -16,6 +18,8 @@ from collections.abc import Iterable
 from jaxkv.prefix.node import TOKEN, common_length
 from jaxkv.replay.caches import Served, check_pages
 
+_ANYWAY = -1  # in place of a request's number
+
 
 class _Run:
     """Tokens between two cuts.
@@ -25,12 +29,12 @@ class _Run:
       tokens: packed.
       parent: the run before it; None for the empty prefix.
       children: by their first page.
-      uses: requests that look it up, and are still to come.
+      coming: requests that look it up, and those that compute it in any case (`_ANYWAY`), in order.
       resident: tokens that are there, from its start.
       locked: the last request that computes with it.
     """
 
-    __slots__ = ("children", "end", "locked", "parent", "resident", "start", "tokens", "uses")
+    __slots__ = ("children", "coming", "end", "locked", "parent", "resident", "start", "tokens")
 
     def __init__(self, parent: "_Run | None", start: int, tokens: bytes):
         self.parent = parent
@@ -38,7 +42,7 @@ class _Run:
         self.end = start + len(tokens) // TOKEN
         self.tokens = tokens
         self.children: dict[bytes, _Run] = {}
-        self.uses: deque[int] = deque()
+        self.coming: deque[int] = deque()
         self.resident = 0
         self.locked = -1
 
@@ -79,9 +83,9 @@ class Optimum:
             computed = (prompt + answer)[:-TOKEN]
             looked_up = self._add(prompt[:-TOKEN])
             self._ends.append((looked_up, self._add(computed), len(computed) // TOKEN))
-        for number, (looked_up, _, _) in enumerate(self._ends):
-            for run in looked_up.path():
-                run.uses.append(number)
+        for number, (looked_up, end, length) in enumerate(self._ends):
+            for run in end.path() if length <= self._capacity else ():
+                run.coming.append(number if run.end <= looked_up.end else _ANYWAY)
         self._next = 0
 
     def serve(self, prompt: bytes, answer: bytes) -> Served:
@@ -89,21 +93,19 @@ class Optimum:
         number = self._next
         self._next += 1
         looked_up, computed, length = self._ends[number]
+        if length > self._capacity:
+            return Served(0, 0, self._capacity - self._free, refused=True)
         matched = 0
         for run in looked_up.path():
             matched += run.resident
             if run.resident < run.end - run.start:
                 break
         path = computed.path()
-        for run in looked_up.path():
-            run.uses.popleft()
-            self._enter(run)
-        if length > self._capacity:
-            return Served(0, 0, self._capacity - self._free, refused=True)
         # Slots of a last page that is not full are taken while the request runs.
         tail = -(-length // self._grain) * self._grain - computed.end
         needed = tail + sum(run.end - run.start - run.resident for run in path)
         for run in path:
+            run.coming.popleft()
             run.locked = number
         evicted = self._evict(needed - self._free, number) if needed > self._free else 0
         for run in path:
@@ -166,4 +168,5 @@ class Optimum:
 
 
 def _next_use(run: _Run) -> float:
-    return run.uses[0] if run.uses else math.inf
+    """The next request that is better off if a run is there; infinity for none."""
+    return run.coming[0] if run.coming and run.coming[0] != _ANYWAY else math.inf

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxkv.ledger import Model, prefill_macs
 from jaxkv.ledger.compute import generation_macs
 from jaxkv.prefix.node import TOKEN, pack
-from jaxkv.replay.caches import CACHES, PrefixCache, make_cache
+from jaxkv.replay.caches import CACHES, PrefixCache, check_pages, make_cache
 from jaxkv.replay.errors import ReplayError
 from jaxkv.replay.optimum import Optimum
 
@@ -107,7 +107,9 @@ def turns(
     if eviction == OPTIMUM:
         if cache not in CACHES[2:]:
             raise ReplayError(f"{OPTIMUM}: is of a cache that keeps pages, not of {cache!r}")
-        made: PrefixCache = Optimum(requests, capacity, 1 if cache == "token" else page_size)
+        check_pages(capacity, page_size)
+        slots = -(-capacity // page_size) * page_size
+        made: PrefixCache = Optimum(requests, slots, 1 if cache == "token" else page_size)
     else:
         made = make_cache(cache, capacity, page_size, eviction)
     for number, (prompt, answer) in enumerate(requests, start=1):

@@ -80,7 +80,8 @@ def unique_prompts() -> Requests:
 def hashed_blocks(path: Path) -> Requests:
     """The first 2,000 requests of a trace that fit, 64 made-up tokens for each of its blocks.
 
-    A line is a JSON object with `timestamp`, `output_length`, and `hash_ids`, a number a block.
+    A line is a JSON object with `timestamp`, `output_length`, and `hash_ids`, a number a block; one
+    without blocks is passed over. `traces.read_trace` says which lines are none.
     """
     num_requests = 0
     with path.open(encoding="utf-8") as lines:
@@ -88,12 +89,13 @@ def hashed_blocks(path: Path) -> Requests:
             record = json.loads(line)
             prompt = [
                 (number * 2_654_435_761 % 1_000_003 + i * 7_919 + number) % VOCAB
-                for number in record["hash_ids"]
+                for number in record.get("hash_ids", ())
                 for i in range(64)
             ]
             if 2 <= len(prompt) <= LONGEST:
                 length = max(1, min(64, record["output_length"] // 8))
-                yield prompt, [(record["timestamp"] + i) % VOCAB for i in range(length)]
+                first = int(record.get("timestamp", 0))
+                yield prompt, [(first + i) % VOCAB for i in range(length)]
                 num_requests += 1
                 if num_requests == 2_000:
                     return

@@ -295,15 +295,19 @@ def test_what_is_estimated_has_a_note():
     assert model.kind == "MHA 8"
     assert model.notes == (
         "num_key_value_heads is missing: taken as 8, as of multi-head attention",
+        "tie_word_embeddings is missing: taken as false, the family's own",
         "not known, and left out of account: a_novelty",
     )
+    mistral = read(model_type="mistral", num_key_value_heads=None)
+    assert mistral.kind == "MHA 8, 4 of 4 layers see a window of 4,096"
+    assert mistral.notes[0] == "sliding_window is missing: taken as 4,096, the family's own"
     gemma = read(model_type="gemma3_text", num_attention_heads=None, num_key_value_heads=None)
     assert "num_attention_heads is missing: taken as 8, the family's own" in gemma.notes
     assert "sliding_window is missing: taken as 4,096, the family's own" in gemma.notes
     hostile = read(model_type="x" * 999, **{"a\nb\x1b": 1})
     assert all(note.isprintable() and len(note) < 160 for note in hostile.notes)
     stored = read(quantization_config={"quant_method": "mxfp4"})
-    assert stored.notes == ("its weights are published quantised (mxfp4); counted as asked for",)
+    assert stored.notes[-1] == "its weights are published quantised (mxfp4); counted as asked for"
 
 
 def test_a_text_model_inside_another_one_is_read_alone():

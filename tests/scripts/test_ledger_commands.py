@@ -133,11 +133,14 @@ def test_models_lists_every_preset_with_its_source(run):
     assert all(row["source"] and row["parameters"] > 0 for row in rows)
 
 
-def test_on_a_terminal_a_table_is_drawn(run, monkeypatch):
+@pytest.mark.parametrize("width", [200, 80, 20])
+def test_on_a_terminal_a_table_is_drawn_and_no_figure_is_cut(run, monkeypatch, width):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "200")
-    _, out, _ = run(ledger, "--context", "4k")
-    assert "┏" in out and "llama-2-7b" in out and "524,288" in out
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = run(ledger, "--context", "4k,32k", "--format", "bf16,int8")
+    assert "\u2500" in out and "\u2026" not in out
+    for figure in ("llama-2-7b", "524,288", "270,336", "32,768", "25,697", "16.00", "12.55"):
+        assert figure in out
 
 
 def test_plan_names_what_fits_with_the_measured_cost_of_its_format(run):
@@ -320,6 +323,7 @@ MISTAKES = [
     (simulate_reuse, ["--caches", "odd"], "--caches odd: there are none, request"),
     (simulate_reuse, ["--evictions", "odd"], "--evictions odd: there are lru"),
     (simulate_reuse, ["--workload", "talk", "--caches", "hash,page"], "a table of turns is of one"),
+    (simulate_reuse, ["--requests", "9", "--capacity", "1024m", "--page-size", "1"], "67108864"),
     (simulate_reuse, ["--flops", "0"], "'0' is no rate"),
     (simulate_reuse, ["--requests", "5", "--capacity", "8"], "a cache of 8 tokens in pages of 16"),
     (report, ["--out", "report.txt"], "must end with .html or .htm"),
@@ -343,6 +347,16 @@ def test_a_damaged_trace_is_named_with_its_line(run, tmp_path, content):
         code, out, err = run(command, "--trace", str(path))
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith(f"{path}: ")
+
+
+def test_a_trace_without_blocks_shares_nothing_and_is_none_for_w4(run, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"input_length": 40, "output_length": 3}\n' * 4)
+    code, out, _ = run(simulate_reuse, "--trace", str(path), "--caches", "token", "--json")
+    assert (code, rows_of(out)[0]["hit_tokens"]) == (0, 0)
+    code, out, err = run(simulate_reuse, "--workload", "W4", "--trace", str(path))
+    assert (code, out) == (2, "")
+    assert err == f"{path}: has no request with hash_ids that fits\n"
 
 
 def test_the_ruler_runs_without_jax(tmp_path):
