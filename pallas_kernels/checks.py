@@ -14,6 +14,7 @@ from pallas_kernels.quantised_pages import (
     AnyPages,
     ChannelPages,
     SymmetricPages,
+    TokenPages,
 )
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -42,17 +43,15 @@ def check_pages(pages: AnyPages) -> None:
     require(pages.layout in LAYOUTS, f"layout must be one of {LAYOUTS}, got {pages.layout!r}")
     for name, array in pages.paged.items():
         require_array(f"pages.{name}", array)
-        rank = 3 if name in ("scales", "parameters") else 4
+        rank = 5 if pages.layout == "paired" and name == "kv" else 4
+        rank = 3 if name in ("scales", "parameters") else rank
         require(
             array.ndim == rank,
             f"pages.{name} must have {rank} dimensions ({pages.layout}), got {array.shape}",
         )
     if not isinstance(pages, ChannelPages):
-        axis = {"token_major": 2, "head_major": 1, "paired": 3}[pages.layout]
-        size, name = pages.kv.shape[axis], "2D" if pages.layout == "paired" else "2K"
-        require(
-            size >= 2 and size % 2 == 0, f"the {name} axis of pages.kv must be even, got {size}"
-        )
+        size, name = _doubled(pages)
+        require(size >= 2 and size % 2 == 0, f"{name} of pages.kv must be even, got {size}")
         require(pages.num_kv_heads >= 1, "K = 0 KV heads")
     require(pages.num_pages >= 1, "N = 0 pages; a pool has the null page at least")
     require(
@@ -80,6 +79,14 @@ def check_pages(pages: AnyPages) -> None:
             _require_shape("parameters", pages.parameters, _per_token(pages), jnp.uint32)
         case ChannelPages():
             _check_channel_pages(pages)
+
+
+def _doubled(pages: TokenPages) -> tuple[int, str]:
+    """What K and V share in `kv`, with its name."""
+    shape = pages.kv.shape
+    if pages.layout == "paired":
+        return shape[2] * shape[4], "a row, 2D,"
+    return shape[2 if pages.layout == "token_major" else 1], "the 2K axis"
 
 
 def _per_token(pages: SymmetricPages | AffinePages) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ how values are written (`pallas_kernels.page_write`).
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 Layout = Literal["token_major", "head_major", "paired"]
 LAYOUTS: tuple[Layout, ...] = ("token_major", "head_major", "paired")
 Rows = dict[str, jax.Array]
+LANES = 128  # of a TPU's register
 
 
 class Interleaved:
@@ -33,7 +34,7 @@ class Interleaved:
     @property
     def page_size(self) -> int:
         """P, tokens a page."""
-        return self.kv.shape[1 if self.layout == "token_major" else 2]
+        return self.kv.shape[token_axis(self.kv, self.layout)]
 
     @property
     def num_kv_heads(self) -> int:
@@ -45,7 +46,9 @@ class Interleaved:
     @property
     def row_size(self) -> int:
         """Elements of `kv` that a token has for K of one head."""
-        return self.kv.shape[3] // (2 if self.layout == "paired" else 1)
+        if self.layout == "paired":
+            return self.kv.shape[2] * self.kv.shape[4] // 2
+        return self.kv.shape[3]
 
     @property
     def head_dim(self) -> int:
@@ -56,13 +59,17 @@ class Interleaved:
         self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int
     ) -> jax.Array:
         """Gathers from `kv` as it is stored, `[..., K, n, run * row_size]`; see `Pages.read`."""
-        heads = jnp.arange(self.num_kv_heads)
+        K = self.num_kv_heads
         if self.layout != "paired":
-            heads = 2 * heads + kv_index
+            heads = 2 * jnp.arange(K) + kv_index
             return gather_runs(self.kv, self.layout, page_ids, offsets, heads, run)
-        both = gather_runs(self.kv, self.layout, page_ids, offsets, heads, run)
-        one = both.reshape(*both.shape[:-1], run, 2, self.row_size)[..., kv_index, :]
-        return one.reshape(*both.shape[:-1], run * self.row_size)
+        _, _, X, P, L = self.kv.shape
+        pieces = self.kv.reshape(-1, K * X, P, L)
+        both = gather_runs(pieces, self.layout, page_ids, offsets, jnp.arange(K * X), run)
+        *lead, _, n, _ = both.shape
+        rows = jnp.moveaxis(both.reshape(*lead, K, X, n, run, L), -4, -2)
+        one = rows.reshape(*lead, K, n, run, 2, self.row_size)[..., kv_index, :]
+        return one.reshape(*lead, K, n, run * self.row_size)
 
 
 @jax.tree_util.register_dataclass
@@ -75,8 +82,9 @@ class Pages(Interleaved):
 
     Attributes:
       kv: `[N, P, 2K, D]` when token-major (one DMA brings every head); `[N, 2K, P, D]` when
-        head-major (one DMA brings one head); `[N, K, P, 2D]` when paired: head-major, a token's K
-        and V side by side, which fill whole registers of a TPU where D is a multiple of 64.
+        head-major (one DMA brings one head); `[N, K, X, P, L]` when paired: head-major, a token's K
+        and V one row of 2D elements, cut into X pieces of L: 128, the lanes of a TPU's register,
+        where D is a multiple of 64, and else one piece.
       layout: which of them; static.
     """
 
@@ -114,7 +122,8 @@ def pool_shape(
 ) -> tuple[int, ...]:
     """Of `kv`; `row_size` elements for K of a token and head, D where they are no codes."""
     if layout == "paired":
-        return num_pages, kv_heads, page_size, 2 * row_size
+        lanes = 2 * row_size if 2 * row_size % LANES else LANES
+        return num_pages, kv_heads, 2 * row_size // lanes, page_size, lanes
     return num_pages, *by_layout(layout, page_size, 2 * kv_heads), row_size
 
 
@@ -123,10 +132,26 @@ def by_layout(layout: Layout, page_size: int, heads: int) -> tuple[int, int]:
     return (page_size, heads) if layout == "token_major" else (heads, page_size)
 
 
+def token_axis(array: jax.Array, layout: Layout) -> int:
+    """The axis P of an array of pages: of `kv`, or of what has a number a token and head."""
+    return 1 if layout == "token_major" else {3: 2, 4: 2, 5: 3}[array.ndim]
+
+
 def token_shape(array: jax.Array, layout: Layout) -> tuple[int, ...]:
     """What one token has in an array of pages."""
-    _, first, second, *rest = array.shape
-    return (second if layout == "token_major" else first, *rest)
+    axis = token_axis(array, layout)
+    return (*array.shape[1:axis], *array.shape[axis + 1 :])
+
+
+def token_index(array: jax.Array, layout: Layout, page: Any, offset: Any) -> tuple[Any, ...]:
+    """The index of tokens in an array of pages."""
+    return (page, *[slice(None)] * (token_axis(array, layout) - 1), offset)
+
+
+def tokens_of(pages: "Pages", page: jax.Array) -> jax.Array:
+    """K and V by turns, `[P, 2K, D]`, of one page of `kv`, without the leading axis."""
+    tokens = jnp.moveaxis(page, token_axis(pages.kv, pages.layout) - 1, 0)
+    return tokens.reshape(pages.page_size, 2 * pages.num_kv_heads, pages.head_dim)
 
 
 def interleave(k: jax.Array, v: jax.Array) -> jax.Array:

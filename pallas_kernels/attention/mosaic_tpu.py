@@ -17,8 +17,9 @@ row's sums are cut at the same places whatever surrounds it.
 Where each sequence has one query, a tile is one row of G heads; longer ones are cut into tiles of
 many rows, in a call of the kernel of their own.
 
-A row of a page is K and V of a token and head, side by side. Where they share registers, the row is
-an operand of both products as it is: q is 0 in V's lanes, and K's lanes of the output are dropped.
+A row of a page is K and V of a token and head, cut into pieces as wide as a register. Where one has
+some of both, it is an operand of both products as it is: q is 0 in V's lanes, and K's lanes of the
+output are dropped.
 
 Codes come with the parameters of their page by a second DMA; fixed scales go into the queries and
 the output. Parameters multiply logits and weights, a number a key, not the codes. Source:
@@ -44,10 +45,10 @@ from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.attention.tiles import Tiles
 from pallas_kernels.attention.tuning import BlockSizes, Tile
-from pallas_kernels.pages import Pages
+from pallas_kernels.pages import LANES, Pages
 from pallas_kernels.quantised_pages import AffinePages, AnyPages, SymmetricPages
 
-LANES, SUBLANES = 128, 8
+SUBLANES = 8
 LOG2_E = math.log2(math.e)
 MAX_TABLE_WIDTH = 1 << 16  # page ids of a sequence: two rows of them must fit into SMEM
 KernelPages = Pages | SymmetricPages | AffinePages
@@ -102,6 +103,7 @@ class _Plan:
 
     Attributes:
       row_size: elements of a page's row that are K, and V: D, less where bytes hold several codes.
+      lanes: of a piece of a row.
       parts: codes of a byte, or 1; channels `[p row_size, (p + 1) row_size)` are part p.
       affine: codes have a minimum, too.
       rows: R, query rows of a tile times G, rounded up.
@@ -114,6 +116,7 @@ class _Plan:
 
     num_kv_heads: int
     row_size: int
+    lanes: int
     parts: int
     affine: bool
     page_size: int
@@ -136,6 +139,7 @@ class _Plan:
         return cls(
             num_kv_heads=K,
             row_size=pages.row_size,
+            lanes=pages.kv.shape[4],
             parts=pages.head_dim // pages.row_size,
             affine=isinstance(pages, AffinePages),
             page_size=pages.page_size,
@@ -153,33 +157,34 @@ class _Plan:
         return self.block_tokens // self.page_size
 
     @property
-    def k_lanes(self) -> range:
-        """Lanes of a row in whole registers that have all of K, or to the row's end."""
-        return range(min(_round_up(self.row_size, LANES), 2 * self.row_size))
+    def k_pieces(self) -> range:
+        """The pieces of a row that have some of K, which begins it."""
+        return range(-(-self.row_size // self.lanes))
 
     @property
-    def v_lanes(self) -> range:
-        """The same of V, which ends a row."""
-        return range(self.row_size // LANES * LANES, 2 * self.row_size)
+    def v_pieces(self) -> range:
+        """The pieces that have some of V, which ends it."""
+        return range(self.row_size // self.lanes, 2 * self.row_size // self.lanes)
 
     def spread(self, q: jax.Array) -> jax.Array:
-        """Puts `[..., D]` where the lanes of K are, 0 elsewhere: `[..., parts * len(k_lanes)]`."""
+        """Puts `[..., D]` where K is in its pieces, 0 elsewhere: `[..., parts * lanes of them]`."""
         q = q.reshape(*q.shape[:-1], self.parts, self.row_size)
-        unused = len(self.k_lanes) - self.row_size
+        unused = len(self.k_pieces) * self.lanes - self.row_size
         q = jnp.pad(q, [*[(0, 0)] * (q.ndim - 1), (0, unused)])
         return q.reshape(*q.shape[:-2], -1)
 
     def gather(self, out: jax.Array) -> jax.Array:
-        """Takes `[..., D]` out of `[..., parts * len(v_lanes)]`."""
-        out = out.reshape(*out.shape[:-1], self.parts, len(self.v_lanes))
-        out = out[..., len(self.v_lanes) - self.row_size :]
+        """Takes `[..., D]` out of `[..., parts * lanes of V's pieces]`."""
+        out = out.reshape(*out.shape[:-1], self.parts, len(self.v_pieces) * self.lanes)
+        out = out[..., out.shape[-1] - self.row_size :]
         return out.reshape(*out.shape[:-2], self.parts * self.row_size)
 
 
 def block_tokens(pages: KernelPages, tile: Tile) -> int:
     """Keys of a block, for the chip that is compiled for."""
     step = math.lcm(pages.page_size, LANES)  # whole pages and whole registers
-    token = pages.num_kv_heads * _round_up(2 * pages.row_size, LANES) * pages.kv.dtype.itemsize
+    _, K, X, _, L = pages.kv.shape
+    token = K * X * _round_up(L, LANES) * pages.kv.dtype.itemsize
     sizes = _sizes(pages, tile)
     # An eighth of the fast memory for a buffer leaves room for tiles of queries.
     most = min(sizes.block_bytes, tuning.vmem_bytes() // 8) // token
@@ -294,7 +299,7 @@ def _call(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel over the tiles in use."""
     K, R = plan.num_kv_heads, plan.rows
-    q_lanes, out_lanes = q.shape[-1], plan.parts * len(plan.v_lanes)
+    q_lanes, out_lanes = q.shape[-1], plan.parts * len(plan.v_pieces) * plan.lanes
     pools = list(pages.paged.values())
     of_block = (plan.num_buffers, plan.pages_per_block)
 
@@ -478,7 +483,8 @@ class _Fetch:
         def blank(i: Scalar, _: None) -> None:
             for buffer in self.buffers:
                 page = buffer[slot, i]
-                token = i * P + lax.broadcasted_iota(jnp.int32, page.shape, 1)
+                axis = 2 if buffer is self.buffers[0] else 1
+                token = i * P + lax.broadcasted_iota(jnp.int32, page.shape, axis)
                 seen = (token >= start) & (token < end)
                 buffer[slot, i] = jnp.where(seen, page, jnp.zeros_like(page))
 
@@ -578,7 +584,7 @@ class _Softmax:
         lead = self.plan.heads_ahead
         for i in range(K + lead):
             if i < K:
-                k_parts[i] = self._parts(slot, i, self.plan.k_lanes)
+                k_parts[i] = self._parts(slot, i, self.plan.k_pieces)
                 logits[i] = self._logits(k_parts[i], i, scales, minima)
                 if visible is not None:
                     logits[i] = jnp.where(visible, logits[i], -jnp.inf)
@@ -593,8 +599,8 @@ class _Softmax:
                 weights = weights * _row(scales, 2 * h + 1)
             weights = weights.astype(self.plan.dtype)
             v_parts = k_parts.pop(h)
-            if self.plan.parts == 1 or self.plan.k_lanes != self.plan.v_lanes:
-                v_parts = self._parts(slot, h, self.plan.v_lanes)  # loads cost less than registers
+            if self.plan.parts == 1 or self.plan.k_pieces != self.plan.v_pieces:
+                v_parts = self._parts(slot, h, self.plan.v_pieces)  # loads cost less than registers
             added = jnp.concatenate([self._dot(weights, v, 1, 0) for v in v_parts], axis=1)
             self.weighted[h] = self.weighted[h] * decay + added
 
@@ -612,15 +618,19 @@ class _Softmax:
             out[0, h] = (weighted * (decay / safe)).astype(out.dtype)
             lse[0, h] = m_new / LOG2_E + jnp.log(total)
 
-    def _parts(self, slot: Scalar, h: int, lanes: range) -> list[jax.Array]:
-        """Some lanes of a head's rows, `[block_tokens, len(lanes)]`, for each of the codes of a
+    def _parts(self, slot: Scalar, h: int, pieces: range) -> list[jax.Array]:
+        """Some pieces of a head's rows, `[block_tokens, lanes of them]`, for each of the codes of a
         byte."""
         plan = self.plan
-        rows = self.buffers[0][slot, :, h, :, lanes.start : lanes.stop]
-        shape = plan.block_tokens, len(lanes)
+
+        def read(dtype: jnp.dtype) -> jax.Array:
+            shape = plan.block_tokens, plan.lanes
+            read = (self.buffers[0][slot, :, h, x].astype(dtype).reshape(shape) for x in pieces)
+            return jnp.concatenate(list(read), axis=1)
+
         if plan.parts == 1:
-            return [rows.astype(plan.dtype).reshape(shape)]
-        rows, bits = rows.astype(jnp.int32).reshape(shape), 8 // plan.parts
+            return [read(plan.dtype)]
+        rows, bits = read(jnp.dtype(jnp.int32)), 8 // plan.parts
         codes = [rows >> bits * part & (1 << bits) - 1 for part in range(plan.parts)]
         return [code.astype(jnp.float32).astype(plan.dtype) for code in codes]
 
@@ -641,9 +651,9 @@ class _Softmax:
         scales: jax.Array | None,
         minima: jax.Array | None,
     ) -> jax.Array:
-        options, lanes = self.plan.options, self.plan.k_lanes
+        options, lanes = self.plan.options, len(self.plan.k_pieces) * self.plan.lanes
         products = [
-            self._dot(self.q[0, h, :, i * len(lanes) : (i + 1) * len(lanes)], k, 1, 1)
+            self._dot(self.q[0, h, :, i * lanes : (i + 1) * lanes], k, 1, 1)
             for i, k in enumerate(k_parts)
         ]
         x = functools.reduce(operator.add, products)

@@ -138,7 +138,11 @@ class _Pieces(NamedTuple):
 
 
 def _put(array: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """Writes `rows [T, C, ...]`, sorted by slot, into pages `[N, C, P, ...]`."""
+    """Writes `rows [T, ...]`, sorted by slot, into pages of the same with an axis P."""
+    shape = array.shape
+    if array.ndim == 5:  # pieces of rows are like heads
+        array = array.reshape(shape[0], -1, *shape[3:])
+        rows = rows.reshape(rows.shape[0], -1, shape[4])
     N, C, P, *rest = array.shape
     size = PIECE if rest and P % PIECE == 0 else P
     pieces = _Pieces.of(slots, size, N * P)
@@ -162,7 +166,7 @@ def _put(array: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
         input_output_aliases={len(pieces) + 1: 0},
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         name="write_pages",
-    )(*pieces, rows, array)
+    )(*pieces, rows, array).reshape(shape)
 
 
 def _kernel(size: int, *refs: Ref) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.pages import Pages, token_shape
+from pallas_kernels.pages import Pages, token_index, token_shape, tokens_of
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 
@@ -16,10 +16,8 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
         rows = rows.reshape(slots.size, *token_shape(arrays[name], pages.layout))
         for t, slot in enumerate(slots):
             page, offset = slot // pages.page_size, slot % pages.page_size
-            for head in range(rows.shape[1]):
-                at = (page, offset, head) if pages.layout == "token_major" else (page, head, offset)
-                array = arrays[name].at[at]
-                arrays[name] = array.set(rows[t, head], mode="drop", wrap_negative_indices=False)
+            array = arrays[name].at[token_index(arrays[name], pages.layout, page, offset)]
+            arrays[name] = array.set(rows[t], mode="drop", wrap_negative_indices=False)
     return dataclasses.replace(pages, **arrays)
 
 
@@ -40,9 +38,7 @@ def seal_pages(
     """See `pallas_kernels.page_write.api`."""
     arrays = pages.paged
     for i in range(int(count)):
-        kv = exact.kv[source[i]]
-        kv = kv if exact.layout == "token_major" else kv.swapaxes(0, 1)
-        kv = kv.reshape(exact.page_size, 2 * exact.num_kv_heads, exact.head_dim)
+        kv = tokens_of(exact, exact.kv[source[i]])
         for name, page in pages.encode_page(kv[:, 0::2], kv[:, 1::2]).items():
             array = arrays[name].at[target[i]]
             arrays[name] = array.set(page, mode="drop", wrap_negative_indices=False)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.pages import Pages, token_shape
+from pallas_kernels.pages import Pages, token_index, token_shape, tokens_of
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 
@@ -12,11 +12,11 @@ from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> TokenPages:
     """See `pallas_kernels.page_write.api`."""
     page, offset = slots // pages.page_size, slots % pages.page_size
-    at = (page, offset) if pages.layout == "token_major" else (page, slice(None), offset)
     arrays = pages.paged
     for name, rows in pages.encode(k, v).items():
         array = arrays[name]
         rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
+        at = token_index(array, pages.layout, page, offset)
         # Outside the pool nothing is written: page -1 is not the last one.
         arrays[name] = array.at[at].set(rows, mode="drop", wrap_negative_indices=False)
     return dataclasses.replace(pages, **arrays)
@@ -45,9 +45,7 @@ def seal_pages(
     """
 
     def seal(i: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        kv = exact.kv.at[source[i]].get(mode="clip")
-        kv = kv if exact.layout == "token_major" else kv.swapaxes(0, 1)
-        kv = kv.reshape(exact.page_size, 2 * exact.num_kv_heads, exact.head_dim)
+        kv = tokens_of(exact, exact.kv.at[source[i]].get(mode="clip"))
         return {
             name: arrays[name].at[target[i]].set(page, mode="drop", wrap_negative_indices=False)
             for name, page in pages.encode_page(kv[:, 0::2], kv[:, 1::2]).items()

@@ -11,15 +11,17 @@ def stored(kv: np.ndarray, layout: Layout) -> np.ndarray:
         return kv
     if layout == "head_major":
         return kv.swapaxes(-3, -2)
-    return np.concatenate([kv[..., 0::2, :], kv[..., 1::2, :]], axis=-1).swapaxes(-3, -2)
+    rows = np.concatenate([kv[..., 0::2, :], kv[..., 1::2, :]], axis=-1)  # [..., P, K, 2D]
+    pieces = rows.shape[-1] // 128 if rows.shape[-1] % 128 == 0 else 1
+    return np.moveaxis(np.stack(np.split(rows, pieces, axis=-1), axis=-2), -4, -2)
 
 
 def by_tokens(array: np.ndarray, layout: Layout) -> np.ndarray:
     """Undoes `stored`."""
     if layout == "token_major":
         return array
-    kv = array.swapaxes(-3, -2)
-    if layout == "paired":
-        kv = np.stack(np.split(kv, 2, axis=-1), axis=-2)
-        kv = kv.reshape(*kv.shape[:-3], -1, kv.shape[-1])
-    return kv
+    if layout == "head_major":
+        return array.swapaxes(-3, -2)
+    pieces = np.moveaxis(array, -2, -4)  # [..., P, K, X, L]
+    rows = pieces.reshape(*pieces.shape[:-2], 2, -1)
+    return rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
