@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import mosaic_tpu, reference, xla
+from pallas_kernels.attention import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.attention.options import AttentionOptions, KeyPart
 from pallas_kernels.attention.ragged import Ragged
 from pallas_kernels.checks import FLOATS, check_pages, require, require_array
@@ -19,9 +19,10 @@ from pallas_kernels.quantised_pages import AnyPages
 BACKENDS = {
     "reference": reference.ragged_paged_attention,
     "xla": xla.ragged_paged_attention,
+    "mosaic_gpu": mosaic_gpu.ragged_paged_attention,
     "mosaic_tpu": mosaic_tpu.ragged_paged_attention,
 }
-PREFERENCE = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
+PREFERENCE = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
 
 
 def ragged_paged_attention(
@@ -83,7 +84,10 @@ def ragged_paged_attention(
     options = AttentionOptions(
         scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile, keys=keys
     )
-    refusals = {"mosaic_tpu": mosaic_tpu.refusal(q, pages, page_table)}
+    refusals = {
+        backend.__name__.rpartition(".")[2]: backend.refusal(q, pages, page_table)
+        for backend in (mosaic_gpu, mosaic_tpu)
+    }
     run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend, refusals)
     ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts)
     out, lse = run(q, pages, page_table, ragged, sinks, options)

@@ -9,6 +9,7 @@ A name says it all:
     decode-int8-h32-k8-d128-p64     codes (int8, e4m3, e5m2) with a scale a token and head
 """
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import api, mosaic_tpu
+from pallas_kernels.attention import api, mosaic_gpu, mosaic_tpu
 from pallas_kernels.page_write import write_pages
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import SymmetricPages
@@ -119,7 +120,7 @@ class Case:
     block_tokens: int
 
 
-def ours(shape: Shape) -> Case:
+def ours(shape: Shape, backend: str) -> Case:
     """A step: the tokens' K and V are written, then the queries attend."""
     pool = (POOL_TOKENS // shape.P, 2 * shape.K, shape.P, shape.D)
     kv: Any = jax.ShapeDtypeStruct(pool, shape.dtype)
@@ -137,17 +138,21 @@ def ours(shape: Shape) -> Case:
             *batch,
             scale=shape.D**-0.5,
             window=shape.window,
-            backend="mosaic_tpu",
+            backend=backend,
         )
         return pages, out
 
     many = shape.T > shape.B
+    block_tokens = {
+        "mosaic_gpu": mosaic_gpu.block_tokens,
+        "mosaic_tpu": mosaic_tpu.block_tokens,
+    }
     return Case(
         function=step,
         arguments=(pages, shape.q, new, new, _int32(shape.T), *shape.batch()),
         donates=True,
         pool_bytes=sum(array.size * array.dtype.itemsize for array in pages.paged.values()),
-        block_tokens=mosaic_tpu.block_tokens(pages, "rows" if many else "row"),
+        block_tokens=block_tokens[backend](pages, "rows" if many else "row"),
     )
 
 
@@ -191,7 +196,9 @@ def peer(shape: Shape) -> Case:
     )
 
 
-KERNELS = {"mosaic_tpu": ours, "jax_rpa": peer}
+GPU_KERNELS = {"mosaic_gpu": functools.partial(ours, backend="mosaic_gpu")}
+TPU_KERNELS = {"mosaic_tpu": functools.partial(ours, backend="mosaic_tpu"), "jax_rpa": peer}
+KERNELS = GPU_KERNELS | TPU_KERNELS
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,230 @@
+"""Ragged paged attention for NVIDIA GPUs of the Hopper kind (sm90).
+
+    tiles      query rows of a sequence; the G heads that share a KV head are rows of one tile
+    items      a tile's keys, cut at multiples of `split`: the work of all processors, in one list
+    walk       one kernel takes item after item (`mosaic_gpu_walk`): partial results, float32
+    merge      another joins each tile's items in the order of their keys (`mosaic_gpu_merge`)
+
+The list is made on the device from the true lengths, so that no step waits for the host and no
+work follows the table's width. Items are cut at the same keys whatever the batch, and merged in
+one order: a row's bits depend on its own query and keys.
+
+Where each sequence has one query, a tile is that query's G heads; longer ones are cut into tiles of
+many rows, in a call of their own. Products are taken in the type of the pages, to which queries are
+rounded; sums, maxima and weights are float32.
+
+A token of K and V is read once a tile. At decode that is one read a step, for G products a number:
+the bytes bound it. Source: FlashAttention-2, arXiv 2307.08691; Flash-Decoding's splits.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import gpus
+from pallas_kernels.attention.mosaic_gpu_merge import STATS, merge
+from pallas_kernels.attention.mosaic_gpu_walk import LOG2_E, Walk, walk
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.ragged import PADDING, Ragged
+from pallas_kernels.attention.tiles import Tiles
+from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import AnyPages
+
+CAPABILITY = (9, 0)
+PRODUCT = 64  # rows of a product of matrices
+HEAD_DIMS = range(PRODUCT, 257, PRODUCT)
+SPLIT_ONE, SPLIT_MANY = 512, 16_384  # keys of an item, of tiles of one query and of many
+CTAS = 264  # two for each processor of an H100 or H200
+BLOCK_BYTES = 32 << 10  # of K and V of a block
+STAGES = 3  # blocks in shared memory at once
+KernelPages = Pages
+
+
+def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
+    """Why these arrays cannot be taken on this device, or None."""
+    if (here := gpus.capability()) not in (None, CAPABILITY):
+        return f"wgmma is of compute capability 9.0 (H100, H200); this GPU has {here[0]}.{here[1]}"
+    if not isinstance(pages, KernelPages):
+        return f"{type(pages).__name__} are not read yet"
+    if pages.layout != "head_major":
+        return "pages must be head-major"
+    if pages.kv.dtype == jnp.float32:
+        return "pages of float32 would be rounded by the tensor cores"
+    if pages.head_dim not in HEAD_DIMS:
+        return f"D = {pages.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if pages.page_size % 8:
+        return f"P = {pages.page_size} is not a multiple of 8"
+    return None
+
+
+@jax.jit(static_argnames="options")
+def ragged_paged_attention(
+    q: jax.Array,
+    pages: KernelPages,
+    page_table: jax.Array,
+    ragged: Ragged,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
+    T, B = q.shape[0], page_table.shape[0]
+
+    def attend(many: bool, taken: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        return _attend(q, pages, page_table, ragged, sinks, options, many, taken)
+
+    if options.query_tile is not None or T <= B:
+        return attend(options.query_tile is not None, None)
+    single = ragged.query_starts[1:] - ragged.query_starts[:-1] == 1
+    seq, _ = ragged.rows(T)
+    chosen = single[seq]
+    of_one, of_many = attend(False, single), attend(True, ~single)
+    return (
+        jnp.where(chosen[:, None, None], of_one[0], of_many[0]),
+        jnp.where(chosen[:, None], of_one[1], of_many[1]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """How the rows of a tile are laid out.
+
+    The G heads of a KV head are cut into `groups` of `group` heads, where they are more than a
+    tile takes; each group is a head of its own to the kernel.
+
+    Attributes:
+      tile: queries of a tile.
+      groups, group: see above.
+      count: N, rows of a tile, rounded up.
+    """
+
+    tile: int
+    groups: int
+    group: int
+    count: int
+
+    @classmethod
+    def choose(cls, G: int, D: int, many: bool) -> "_Rows":
+        most = 64 if D <= 128 else 32  # what the registers hold of O
+        groups = -(-G // most)
+        group = -(-G // groups)
+        tile = most // group if many else 1
+        return cls(tile=tile, groups=groups, group=group, count=_round_up(tile * group, 8))
+
+    def of_heads(self, x: jax.Array, K: int) -> jax.Array:
+        """`[..., H, R]` as `[..., K, groups, group, R]`, zeros where there is no head."""
+        *lead, H, R = x.shape
+        unused = self.groups * self.group - H // K
+        x = x.reshape(*lead, K, H // K, R)
+        x = jnp.pad(x, (*[(0, 0)] * (x.ndim - 2), (0, unused), (0, 0)))
+        return x.reshape(*lead, K, self.groups, self.group, R)
+
+    def of_tiles(self, x: jax.Array) -> jax.Array:
+        """`[tiles, tile, K, groups, group, R]` as `[tiles, K * groups, N, R]`."""
+        tiles, tile, K, groups, group, R = x.shape
+        x = x.transpose(0, 2, 3, 1, 4, 5).reshape(tiles, K * groups, tile * group, R)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, self.count - tile * group), (0, 0)))
+
+    def of_queries(
+        self, x: jax.Array, place: tuple[jax.Array, jax.Array], H: int, K: int
+    ) -> jax.Array:
+        """`[tiles, K * groups, R, N]` as `[T, H, R]`, by tile and row within it of each query."""
+        tiles, _, R, _ = x.shape
+        x = x[..., : self.tile * self.group]
+        x = x.reshape(tiles, K, self.groups, R, self.tile, self.group)
+        x = x.transpose(0, 4, 1, 2, 5, 3)[place]
+        T = x.shape[0]
+        return x.reshape(T, K, self.groups * self.group, R)[:, :, : H // K].reshape(T, H, R)
+
+
+def _attend(
+    q: jax.Array,
+    pages: KernelPages,
+    page_table: jax.Array,
+    ragged: Ragged,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    many: bool,
+    taken: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the rows of the sequences `taken [B]`; anything in the other rows."""
+    T, H, D = q.shape
+    K, P, M = pages.num_kv_heads, pages.page_size, page_table.shape[1]
+    rows = _Rows.choose(H // K, D, many)
+    tiles = Tiles.plan(ragged, T, rows.tile, options, taken)
+    if not many:  # so there is one a sequence at most, or T
+        tiles = tiles.group(0, min(T, page_table.shape[0]))
+    split = SPLIT_MANY if many else SPLIT_ONE
+    work, starts = _items(tiles, split, _most_items(M * P, split, rows.tile, options))
+    dtype = pages.kv.dtype
+    plan = Walk(
+        heads=K * rows.groups,
+        heads_a_page=K,
+        head_dim=D,
+        page_size=P,
+        rows=rows.count,
+        block=block_tokens(pages),
+        stages=STAGES,
+        ctas=min(CTAS, work.shape[0] * K * rows.groups),
+        dtype=dtype,
+        one_bound=not many,
+        options=options,
+    )
+
+    row = tiles.first_row[:, None] + jnp.arange(rows.tile, dtype=jnp.int32)[None]  # [tiles, tile]
+    grouped = rows.of_tiles(rows.of_heads(q.at[row].get(mode="clip"), K)).astype(dtype)
+    _, position = ragged.place(row, tiles.seq[:, None])
+    bounds = jnp.stack(options.bounds(position), axis=1)  # [tiles, 2, tile]
+    bounds = jnp.repeat(bounds, rows.group, axis=2)
+    bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, rows.count - bounds.shape[2])))
+    sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
+    sink = jnp.broadcast_to(sink, (rows.tile, H))[None, ..., None]
+    sink = rows.of_tiles(rows.of_heads(sink, K))[0, ..., 0] * LOG2_E
+
+    partial = walk(plan, grouped, bounds, work, starts[-1:], page_table, pages.kv)
+    out, lse = merge(*partial, starts, sink, q.dtype)
+
+    place = tiles.place_of(ragged, T, rows.tile)
+    out = rows.of_queries(out, place, H, K)
+    lse = rows.of_queries(lse[:, :, None], place, H, K)[..., 0]
+    padding = ragged.rows(T)[1] == PADDING
+    return (
+        jnp.where(padding[:, None, None], 0, out),
+        jnp.where(padding[:, None], -jnp.inf, lse),
+    )
+
+
+def block_tokens(pages: KernelPages, *_: object) -> int:
+    """Keys of a block: what a stage of the pipeline holds of one KV head."""
+    token = 2 * pages.head_dim * pages.kv.dtype.itemsize
+    return max(PRODUCT, BLOCK_BYTES // token // PRODUCT * PRODUCT)
+
+
+def _most_items(table_tokens: int, split: int, tile: int, options: AttentionOptions) -> int:
+    """The most items that a tile can have."""
+    most = -(-table_tokens // split)
+    if options.window is not None:
+        most = min(most, -(-(options.window + tile - 1) // split) + 1)
+    return most
+
+
+def _items(tiles: Tiles, split: int, most: int) -> tuple[jax.Array, jax.Array]:
+    """The items of all tiles, in order.
+
+    Returns:
+      `work` of `mosaic_gpu_walk.walk`, and `[tiles + 1]` int32, the first item of each tile.
+    """
+    first = tiles.low // split
+    count = jnp.where(tiles.high > tiles.low, -(-tiles.high // split) - first, 0)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    index = jnp.arange(max(tiles.count * most, STATS), dtype=jnp.int32)
+    tile = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    tile = jnp.minimum(tile, tiles.count - 1)
+    start = (first[tile] + index - starts[tile]) * split
+    start, end = jnp.maximum(start, tiles.low[tile]), jnp.minimum(start + split, tiles.high[tile])
+    return jnp.stack([tiles.seq[tile], tile, start, end], axis=1), starts
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
