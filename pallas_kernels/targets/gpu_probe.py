@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from pallas_kernels.targets.gpu import GPU_TARGETS, GpuTarget, environment
 from pallas_kernels.targets.probe import rows_apart
-from pallas_kernels.targets.sass import DUMPS, read_kernel
+from pallas_kernels.targets.sass import DUMPS, read_kernels
 
 
 class GpuRow(NamedTuple):
@@ -78,12 +80,13 @@ def probe_gpu(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[GpuRow]
 
 def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
     """Compiles one case here, with the dump going to `folder`, which is emptied."""
-    from pallas_kernels.attention.mosaic_gpu import STAGES
-    from pallas_kernels.attention.mosaic_gpu_walk import THREADS
+    from pallas_kernels.attention.mosaic_gpu.call import STAGES
+    from pallas_kernels.attention.mosaic_gpu.walk import THREADS
     from pallas_kernels.targets.cases import KERNELS, Shape
 
     for path in folder.iterdir():
         path.unlink()
+    jax.clear_caches()  # what is known already is not dumped again
     shape = Shape.parse(name)
     try:
         with target.lowering():
@@ -93,7 +96,7 @@ def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
         reason = str(error).strip().partition("\n")[0][:200]
         return GpuRow(kernel, target.name, name, ok=False, reason=reason or type(error).__name__)
     # A step of rows of both kinds holds two kernels; the one with the larger tiles is told of.
-    found = max(read_kernel(folder, "ragged_paged_attention"), key=lambda one: one.registers)
+    found = max(read_kernels(folder, "ragged_paged_attention"), key=lambda one: one.registers)
     memory, inner = compiled.memory_analysis(), found.innermost("HGMMA")
     return GpuRow(
         kernel,

@@ -21,7 +21,7 @@ DUMPS = {
     "MOSAIC_GPU_DUMP_PTXAS": "1",
 }
 _LABEL = re.compile(r"^(\.L_x_\d+):")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)(\S*)(.*)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_]+)\S*(.*)")
 _COPY = re.compile(r'"mosaic_gpu\.async_load".*slice_lengths = array<i64: ([-\d, ]+)>')
 _BITS = re.compile(r"memref<[\dx]+x(\w+)>, memref")
 _TYPE_BITS = {"bf16": 16, "f16": 16, "f32": 32, "i8": 8, "f8E4M3FN": 8, "f8E5M2": 8}
@@ -49,7 +49,8 @@ class Kernel:
       spill_bytes: that a thread stores of its registers.
       shared_bytes: of shared memory a block.
       loops: innermost first.
-      copies: bytes of each asynchronous copy into shared memory, in the order of the program.
+      copies: bytes of pages of each asynchronous copy into shared memory, in the order of the
+        program; 0 of a copy of something else.
     """
 
     registers: int
@@ -64,39 +65,44 @@ class Kernel:
 
     @cached_property
     def block_bytes(self) -> int:
-        """That a trip of the innermost loop of copies brings: those of the most frequent size."""
+        """Of pages, that a trip of the innermost loop of copies brings."""
         fetch = self.innermost("UTMALDG")
         return sum(self.copies[-fetch.count("UTMALDG") :])
 
 
-def read_kernel(folder: Path, name: str) -> list[Kernel]:
+def read_kernels(folder: Path, name: str) -> list[Kernel]:
     """Reads the kernels of a dump whose name is `name`, in order of compilation."""
-    stems = [path.with_suffix("") for path in folder.glob(f"{name}_*.ptxas")]
-    return [_read(stem) for stem in sorted(stems, key=lambda stem: int(stem.name.split("_")[-1]))]
+
+    def texts(suffix: str) -> list[str]:
+        # Numbered before the machine code is made, and again then.
+        paths = folder.glob(f"{name}_*{suffix}")
+        numbered = sorted(paths, key=lambda path: int(path.name[len(name) + 1 : -len(suffix)]))
+        return [path.read_text(encoding="utf-8", errors="replace") for path in numbered]
+
+    suffixes = (".ptxas", ".resources.txt", ".sass_ctrl", ".before_layout_inference.txt")
+    return [_read(*parts) for parts in zip(*map(texts, suffixes), strict=True)]
 
 
-def _read(stem: Path) -> Kernel:
-    def text(suffix: str) -> str:
-        return stem.with_name(stem.name + suffix).read_text(encoding="utf-8", errors="replace")
-
+def _read(ptxas: str, resources: str, sass: str, program: str) -> Kernel:
     def number(pattern: str, where: str) -> int:
         found = re.search(pattern, where)
         if found is None:
-            raise ValueError(f"{stem}: nothing like {pattern!r}")
+            raise ValueError(f"nothing like {pattern!r} in {where[:200]!r}")
         return int(found[1])
 
-    ptxas, program = text(".ptxas"), text(".before_layout_inference.txt")
     return Kernel(
         registers=number(r"Used (\d+) registers", ptxas),
         spill_bytes=number(r"(\d+) bytes spill stores", ptxas),
-        shared_bytes=number(r"smem_scratch_bytes=(\d+)", text(".resources.txt")),
-        loops=_loops(text(".sass_ctrl")),
+        shared_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
+        loops=_loops(sass),
         copies=tuple(map(_copied, _COPY.finditer(program))),
     )
 
 
 def _copied(copy: re.Match[str]) -> int:
     lengths = [int(length) for length in copy[1].split(",")]
+    if lengths.count(-1) != 1:  # pools come with one leading axis, queries with two
+        return 0
     found = _BITS.search(copy.string, copy.start())
     assert found is not None
     size = _TYPE_BITS[found[1]] // 8
@@ -106,19 +112,24 @@ def _copied(copy: re.Match[str]) -> int:
 
 
 def _loops(sass: str) -> tuple[Loop, ...]:
-    """Every stretch that ends with a branch back, short ones first."""
+    """Every stretch that ends with a conditional branch back, short ones first.
+
+    Unconditional ones come back from where a wait was put out of the way.
+    """
     labels: dict[str, int] = {}
-    instructions: list[tuple[str, str]] = []
+    names: list[str] = []
+    branches: list[tuple[int, str]] = []
     for line in sass.splitlines():
         if label := _LABEL.match(line):
-            labels[label[1]] = len(instructions)
+            labels[label[1]] = len(names)
         elif found := _INSTRUCTION.search(line):
-            instructions.append((found[1], found[3]))
-    loops = []
-    for at, (name, operands) in enumerate(instructions):
-        target = re.search(r"\.L_x_\d+", operands) if name == "BRA" else None
-        if target and labels[target[0]] <= at:
-            start = labels[target[0]]
-            body = Counter(other for other, _ in instructions[start : at + 1])
-            loops.append(Loop(body, start, at))
+            condition, name, operands = found.groups()
+            if condition and name == "BRA" and (target := re.search(r"\.L_x_\d+", operands)):
+                branches.append((len(names), target[0]))
+            names.append(name)
+    loops = [
+        Loop(Counter(names[labels[target] : at + 1]), labels[target], at)
+        for at, target in branches
+        if labels[target] <= at
+    ]
     return tuple(sorted(loops, key=lambda loop: loop.end - loop.start))

@@ -10,13 +10,15 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import Pages
-from pallas_kernels.attention import mosaic_gpu
+from pallas_kernels.attention.mosaic_gpu import call
 from tests.kernels.batches import Batch
 from tests.kernels.bits_suite import BitsSuite
+from tests.kernels.test_quantised_pages import check_attention
 
 SIMULATED = plgpu.InterpretGPUParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -48,14 +50,17 @@ class Simulated(BitsSuite):
 
     def skip_reason(self, batch: Batch, pages: Pages) -> str | None:
         q, M = jnp.asarray(batch.q), 1
-        return mosaic_gpu.refusal(q, pages, jnp.zeros((1, M), jnp.int32))
+        return call.refusal(q, pages, jnp.zeros((1, M), jnp.int32))
+
+    def test_a_program_that_turns_64_bit_types_on_gets_the_same_answer(self):
+        pytest.skip("the simulator runs its threads without the switch; `test_targets_gpu` has it")
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def simulated(cls) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch, plgpu.force_gpu_interpret_mode(SIMULATED):
             for name, value in cls.sizes.items():
-                patch.setattr(mosaic_gpu, name, value)
+                patch.setattr(call, name, value)
             jax.clear_caches()  # of programs of other sizes
             yield
         jax.clear_caches()
@@ -69,17 +74,53 @@ class TestShortItems(Simulated):
         "test_what_is_not_live_may_hold_anything",
         "test_a_row_without_a_key_is_zero_and_its_lse_is_the_sink",
         "test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch",
+        "test_attention_over_codes_is_attention_over_what_they_decode_to",
     )
+
+    @pytest.mark.parametrize(
+        ("kind", "window", "P"),
+        [
+            ("int8", None, 8),
+            *(
+                pytest.param(kind, window, P, marks=pytest.mark.slow)
+                for kind in ("int8", "static", "fp8_e4m3", "fp8_e5m2")
+                for window, P in ((None, 64), (13, 16), (70, 24))
+            ),
+        ],
+    )
+    def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window, P):
+        check_attention(
+            kind,
+            "head_major",
+            "mosaic_gpu",
+            longest=300,
+            window=window,
+            sizes=(P, 64),
+            tolerance=self.tolerance["float32"],
+        )
+
+    @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+    @pytest.mark.parametrize(
+        "H, K, D, P",
+        [
+            *((G * K, K, 64, P) for G, K, P in [(1, 3, 8), (3, 2, 24), (5, 1, 40), (6, 1, 64)]),
+            *((G, 1, 128, P) for G, P in [(7, 128), (9, 256), (16, 72), (11, 16)]),
+            *((G, 1, 192, 32) for G in (2, 12)),
+            *((G, 1, 256, P) for G, P in [(4, 16), (8, 256), (33, 64)]),
+            *((G, 1, 64, 64) for G in (64, 65, 71, 128)),  # more heads than rows of a tile
+            (130, 2, 64, 16),
+        ],
+    )
+    def test_sizes_agree_with_naive_attention(self, H, K, D, P, dtype):
+        lens, queries = (3 * P, 0, P + 1, P - 1, 2 * P + 7), (1, 0, 1, 1, 9)
+        lens = tuple(min(n, 300) for n in lens)
+        M = -(-max(lens) // P)
+        for q_lens, T in ((queries, 13), ((1, 0, 1, 1, 1), 5)):
+            batch = self.batch(lens, q_lens, T=T, heads=(H, K), D=D, dtypes=(FLOAT32, dtype))
+            placed = self.place(batch, P=P, M=M, window=100)
+            self.check(batch, placed, window=100, sinks=np.linspace(-2, 2, H, dtype=np.float32))
 
 
 @pytest.mark.slow
 class TestWholeItems(Simulated):
-    sizes: ClassVar = {}
-
-
-@pytest.mark.slow
-class TestSizes(Simulated):
-    """Sizes of pages, heads and groups of them."""
-
-    sizes: ClassVar = dict(SPLIT_ONE=128, SPLIT_MANY=128, CTAS=5)
-    brief = ()
+    sizes: ClassVar = dict(CTAS=7)

@@ -5,17 +5,15 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.targets.cases import NAMES, Shape
-from pallas_kernels.targets.gpu import GPU_TARGETS, find_compiler
+from pallas_kernels.targets.gpu import find_compiler
 from pallas_kernels.targets.gpu_probe import GpuRow, probe_gpu
-from pallas_kernels.targets.sass import read_kernel
+from pallas_kernels.targets.sass import read_kernels
 
 needs_compiler = pytest.mark.skipif(
     find_compiler() is None, reason="JAX's CUDA plugin, which compiles for GPUs, is absent"
 )
 DECODE, PREFILL = "decode-bf16-h32-k8-d128-p16", "prefill-bf16-h32-k8-d128-p16"
-HOPPER = [
-    name for name, target in GPU_TARGETS.items() if target.kind in ("NVIDIA H100", "NVIDIA H200")
-]
+HOPPER = ("h100", "h200")
 REFUSED = {"f32": "pages of float32", "d80": "D = 80 is none of", "d96": "D = 96 is none of"}
 
 
@@ -52,6 +50,14 @@ def test_every_named_shape_compiles_or_is_refused(target):
 
 
 @needs_compiler
+@pytest.mark.slow
+def test_steps_compile_in_a_program_that_turns_64_bit_types_on(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    for row in probe_gpu("h200", [("mosaic_gpu", DECODE), ("mosaic_gpu", PREFILL)]):
+        check(row)
+
+
+@needs_compiler
 @pytest.mark.parametrize(("target", "has"), [("a100", "8.0"), ("b200", "10.0")])
 def test_a_gpu_without_the_instructions_is_refused_with_the_reason(target, has):
     (row,) = probe_gpu(target, [("mosaic_gpu", DECODE)])
@@ -76,12 +82,13 @@ def test_loops_copies_and_registers_are_read_from_a_dump(tmp_path: Path):
     line = "   -:-:-:Y:01        /*0{:03x}*/          {} \n"
     body = [
         *("MOV R1, R2", ".L_x_1:", "UTMALDG.5D [UR32]", ".L_x_2:", "@UP6 UTMALDG.5D [UR32]"),
-        *("UTMALDG.3D [UR8]", "@P1 BRA `(.L_x_2)", "FFMA R1", "BRA `(.L_x_1)", "HGMMA.64x8x16 R2"),
+        *("UTMALDG.3D [UR8]", "@P1 BRA `(.L_x_2)", "FFMA R1", "@!P0 BRA `(.L_x_1)"),
+        *("HGMMA.64x8x16 R2", "BRA `(.L_x_2)"),
     ]
     (tmp_path / "walk_3.sass_ctrl").write_text(
         "".join(x + "\n" if x.startswith(".") else line.format(i, x) for i, x in enumerate(body))
     )
-    (kernel,) = read_kernel(tmp_path, "walk")
+    (kernel,) = read_kernels(tmp_path, "walk")
     assert (kernel.registers, kernel.spill_bytes, kernel.shared_bytes) == (102, 4, 2048)
     assert kernel.copies == (8 * 128 * 2, 16 * 64, 16 * 4)
     assert [loop.names["UTMALDG"] for loop in kernel.loops] == [2, 3]

@@ -2,8 +2,8 @@
 
     tiles      query rows of a sequence; the G heads that share a KV head are rows of one tile
     items      a tile's keys, cut at multiples of `split`: the work of all processors, in one list
-    walk       one kernel takes item after item (`mosaic_gpu_walk`): partial results, float32
-    merge      another joins each tile's items in the order of their keys (`mosaic_gpu_merge`)
+    walk       one kernel takes item after item (`walk`): partial results, float32
+    merge      another joins each tile's items in the order of their keys (`merge`)
 
 The list is made on the device from the true lengths, so that no step waits for the host and no
 work follows the table's width. Items are cut at the same keys whatever the batch, and merged in
@@ -23,22 +23,22 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import gpus
-from pallas_kernels.attention.mosaic_gpu_merge import STATS, merge
-from pallas_kernels.attention.mosaic_gpu_walk import LOG2_E, Walk, walk
+from pallas_kernels.attention.mosaic_gpu.merge import STATS, merge
+from pallas_kernels.attention.mosaic_gpu.plan import LOG2_E, PRODUCT, Plan
+from pallas_kernels.attention.mosaic_gpu.walk import walk
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.attention.tiles import Tiles
 from pallas_kernels.pages import Pages
-from pallas_kernels.quantised_pages import AnyPages
+from pallas_kernels.quantised_pages import AnyPages, SymmetricPages
 
 CAPABILITY = (9, 0)
-PRODUCT = 64  # rows of a product of matrices
 HEAD_DIMS = range(PRODUCT, 257, PRODUCT)
 SPLIT_ONE, SPLIT_MANY = 512, 16_384  # keys of an item, of tiles of one query and of many
 CTAS = 264  # two for each processor of an H100 or H200
 BLOCK_BYTES = 32 << 10  # of K and V of a block
 STAGES = 3  # blocks in shared memory at once
-KernelPages = Pages
+KernelPages = Pages | SymmetricPages
 
 
 def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
@@ -105,7 +105,7 @@ class _Rows:
 
     @classmethod
     def choose(cls, G: int, D: int, many: bool) -> "_Rows":
-        most = 64 if D <= 128 else 32  # what the registers hold of O
+        most = 56 if D <= 128 else 32  # what the registers hold of O
         groups = -(-G // most)
         group = -(-G // groups)
         tile = most // group if many else 1
@@ -149,44 +149,38 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the rows of the sequences `taken [B]`; anything in the other rows."""
     T, H, D = q.shape
-    K, P, M = pages.num_kv_heads, pages.page_size, page_table.shape[1]
+    K, M = pages.num_kv_heads, page_table.shape[1]
     rows = _Rows.choose(H // K, D, many)
     tiles = Tiles.plan(ragged, T, rows.tile, options, taken)
     if not many:  # so there is one a sequence at most, or T
         tiles = tiles.group(0, min(T, page_table.shape[0]))
     split = SPLIT_MANY if many else SPLIT_ONE
-    work, starts = _items(tiles, split, _most_items(M * P, split, rows.tile, options))
-    dtype = pages.kv.dtype
-    plan = Walk(
-        heads=K * rows.groups,
-        heads_a_page=K,
-        head_dim=D,
-        page_size=P,
-        rows=rows.count,
-        block=block_tokens(pages),
-        stages=STAGES,
-        ctas=min(CTAS, work.shape[0] * K * rows.groups),
-        dtype=dtype,
-        one_bound=not many,
-        options=options,
-    )
-
     row = tiles.first_row[:, None] + jnp.arange(rows.tile, dtype=jnp.int32)[None]  # [tiles, tile]
-    grouped = rows.of_tiles(rows.of_heads(q.at[row].get(mode="clip"), K)).astype(dtype)
     _, position = ragged.place(row, tiles.seq[:, None])
     bounds = jnp.stack(options.bounds(position), axis=1)  # [tiles, 2, tile]
+    most = _most_items(M * pages.page_size, split, rows.tile, options)
+    work, starts = _items(tiles, bounds, split, most)
+    plan = _plan(pages, q, rows, min(CTAS, work.shape[0] * K * rows.groups), many, options)
+    fixed = pages.scales if isinstance(pages, SymmetricPages) and pages.is_static else None
+    if fixed is not None:
+        q = _times(q, jnp.repeat(fixed[0::2], H // K))
+
+    grouped = rows.of_tiles(rows.of_heads(q.at[row].get(mode="clip"), K)).astype(plan.dtype)
     bounds = jnp.repeat(bounds, rows.group, axis=2)
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, rows.count - bounds.shape[2])))
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
     sink = jnp.broadcast_to(sink, (rows.tile, H))[None, ..., None]
     sink = rows.of_tiles(rows.of_heads(sink, K))[0, ..., 0] * LOG2_E
 
-    partial = walk(plan, grouped, bounds, work, starts[-1:], page_table, pages.kv)
+    pools = tuple(pages.paged.values())
+    partial = walk(plan, grouped, bounds, work, starts[-1:], page_table, pools)
     out, lse = merge(*partial, starts, sink, q.dtype)
 
     place = tiles.place_of(ragged, T, rows.tile)
     out = rows.of_queries(out, place, H, K)
     lse = rows.of_queries(lse[:, :, None], place, H, K)[..., 0]
+    if fixed is not None:
+        out = _times(out, jnp.repeat(fixed[1::2], H // K))
     padding = ragged.rows(T)[1] == PADDING
     return (
         jnp.where(padding[:, None, None], 0, out),
@@ -194,10 +188,49 @@ def _attend(
     )
 
 
+def _plan(
+    pages: KernelPages,
+    q: jax.Array,
+    rows: _Rows,
+    ctas: int,
+    many: bool,
+    options: AttentionOptions,
+) -> Plan:
+    dtype, code = pages.kv.dtype, None
+    if isinstance(pages, SymmetricPages):
+        code = dtype
+        dtype = jnp.dtype(jnp.float16 if q.dtype == jnp.float16 else jnp.bfloat16)
+    return Plan(
+        heads=pages.num_kv_heads * rows.groups,
+        kv_heads=pages.num_kv_heads,
+        head_dim=pages.head_dim,
+        page_size=pages.page_size,
+        rows=rows.count,
+        block=block_tokens(pages),
+        stages=stages(pages, many),
+        ctas=ctas,
+        dtype=dtype,
+        code=code,
+        scaled="scales" in pages.paged,
+        one_bound=not many,
+        options=options,
+    )
+
+
+def _times(x: jax.Array, by_head: jax.Array) -> jax.Array:
+    """`x [T, H, D]` times a number a head, in float32."""
+    return (x.astype(jnp.float32) * by_head[None, :, None]).astype(x.dtype)
+
+
 def block_tokens(pages: KernelPages, *_: object) -> int:
     """Keys of a block: what a stage of the pipeline holds of one KV head."""
-    token = 2 * pages.head_dim * pages.kv.dtype.itemsize
+    token = 2 * pages.head_dim * 2  # of the numbers, where codes are stored
     return max(PRODUCT, BLOCK_BYTES // token // PRODUCT * PRODUCT)
+
+
+def stages(pages: KernelPages, many: bool) -> int:
+    """Blocks in shared memory at once; tiles of many rows of the largest heads leave room for 2."""
+    return STAGES - 1 if many and pages.head_dim > 192 else STAGES
 
 
 def _most_items(table_tokens: int, split: int, tile: int, options: AttentionOptions) -> int:
@@ -208,11 +241,17 @@ def _most_items(table_tokens: int, split: int, tile: int, options: AttentionOpti
     return most
 
 
-def _items(tiles: Tiles, split: int, most: int) -> tuple[jax.Array, jax.Array]:
+def _items(tiles: Tiles, bounds: jax.Array, split: int, most: int) -> tuple[jax.Array, jax.Array]:
     """The items of all tiles, in order.
 
+    Args:
+      tiles: tiles of query rows.
+      bounds: `[tiles, 2, tile]` int32, keys [low, high) that each row sees.
+      split: where items are cut.
+      most: items of a tile.
+
     Returns:
-      `work` of `mosaic_gpu_walk.walk`, and `[tiles + 1]` int32, the first item of each tile.
+      `work` of `walk.walk`, and `[tiles + 1]` int32, the first item of each tile.
     """
     first = tiles.low // split
     count = jnp.where(tiles.high > tiles.low, -(-tiles.high // split) - first, 0)
@@ -223,7 +262,12 @@ def _items(tiles: Tiles, split: int, most: int) -> tuple[jax.Array, jax.Array]:
     tile = jnp.minimum(tile, tiles.count - 1)
     start = (first[tile] + index - starts[tile]) * split
     start, end = jnp.maximum(start, tiles.low[tile]), jnp.minimum(start + split, tiles.high[tile])
-    return jnp.stack([tiles.seq[tile], tile, start, end], axis=1), starts
+    rows = jnp.arange(bounds.shape[2], dtype=jnp.int32)
+    live = rows[None] < (tiles.end_row - tiles.first_row)[:, None]
+    inner_start = jnp.where(live, bounds[:, 0], 0).max(axis=1)
+    inner_end = jnp.where(live, bounds[:, 1], jnp.iinfo(jnp.int32).max).min(axis=1)
+    fields = tiles.seq[tile], tile, start, end, inner_start[tile], inner_end[tile]
+    return jnp.stack(fields, axis=1), starts
 
 
 def _round_up(n: int, step: int) -> int:

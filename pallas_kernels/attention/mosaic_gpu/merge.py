@@ -1,10 +1,8 @@
-"""The kernel of `mosaic_gpu` that joins the partial results of each tile's items.
+"""The kernel that joins the partial results of each tile's items.
 
 Items of a tile lie side by side, in the order of their keys, and are added in that order: an item
 of which a row sees nothing adds zeros, so a row's sum does not depend on how many items there are.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.mosaic_gpu_walk import COLUMNS, LOG2_E, MATRIX
+from pallas_kernels.attention.mosaic_gpu.plan import BY_COLUMN, LOG2_E, MATRIX, Ref, div
 
 STATS = 64  # items whose maxima are read at once
 AHEAD = 8  # items that are read ahead
 SLICE = 64  # channels of a program
-Ref = Any
 
 
 def merge(
@@ -30,7 +27,7 @@ def merge(
     """Joins the items of each tile.
 
     Args:
-      weighted, stats: see `mosaic_gpu_walk.walk`, whose items are at least STATS.
+      weighted, stats: see `walk.walk`, whose items are at least STATS.
       starts: `[tiles + 1]` int32, first item of each tile.
       sink: `[heads, N]` float32, one more logit a row, in units of log 2; -inf for none.
       out_dtype: of out.
@@ -58,7 +55,7 @@ def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Re
     N = weighted.shape[3]
     first, end = starts[tile], starts[tile + 1]
     channels = pl.ds(part * SLICE, SLICE)
-    own = plgpu.load(sink.at[head], layout=COLUMNS, optimized=False)
+    own = plgpu.load(sink.at[head], layout=BY_COLUMN, optimized=False)
 
     def higher(i: jax.Array, maximum: jax.Array) -> jax.Array:
         # Read from where they are all there.
@@ -68,7 +65,7 @@ def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Re
         values = jnp.where((item >= first) & (item < end), values, -jnp.inf)
         return jnp.maximum(maximum, values.max(axis=0))
 
-    maximum = lax.fori_loop(0, lax.div(end - first + STATS - 1, STATS), higher, own)
+    maximum = lax.fori_loop(jnp.int32(0), div(end - first + STATS - 1, STATS), higher, own)
     finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
     def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +74,8 @@ def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Re
             item = first + i * AHEAD + n
             here = jnp.minimum(item, end - 1)
             m, total = (
-                plgpu.load(stats.at[k, head, here], layout=COLUMNS, optimized=False) for k in (0, 1)
+                plgpu.load(stats.at[k, head, here], layout=BY_COLUMN, optimized=False)
+                for k in (0, 1)
             )
             values = plgpu.load(weighted.at[here, head, channels], layout=MATRIX, optimized=False)
             counts = jnp.where(item < end, 1.0, 0.0)
@@ -92,8 +90,8 @@ def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Re
         jnp.exp2(own - finite),
         plgpu.layout_cast(jnp.zeros((SLICE, N), jnp.float32), MATRIX),
     )
-    steps = lax.div(end - first + AHEAD - 1, AHEAD)
-    denominator, summed = lax.fori_loop(0, steps, add, begin)
+    steps = div(end - first + AHEAD - 1, AHEAD)
+    denominator, summed = lax.fori_loop(jnp.int32(0), steps, add, begin)
     safe = jnp.where(denominator == 0.0, 1.0, denominator)
     normalised = summed * lax.broadcast_in_dim(1.0 / safe, summed.shape, [1])
     plgpu.store(out.at[tile, head, channels], normalised.astype(out.dtype), optimized=False)
