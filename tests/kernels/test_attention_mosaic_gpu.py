@@ -5,6 +5,7 @@ With items of 128 keys and three blocks of the grid, so that contexts of a few h
 items, and a block several of those. Not here: what the real compiler says (`test_targets_gpu`).
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Pages
+from pallas_kernels import Pages, SharedPrefixes
 from pallas_kernels.attention.mosaic_gpu import call
 from tests.kernels.batches import Batch
 from tests.kernels.bits_suite import BitsSuite
@@ -75,16 +76,17 @@ class TestShortItems(Simulated):
         "test_a_row_without_a_key_is_zero_and_its_lse_is_the_sink",
         "test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch",
         "test_attention_over_codes_is_attention_over_what_they_decode_to",
+        "test_keys_that_sequences_share_are_read_from_the_first_one",
     )
 
     @pytest.mark.parametrize(
         ("kind", "window", "P"),
         [
-            ("int8", None, 8),
+            ("int8", None, 32),
             *(
                 pytest.param(kind, window, P, marks=pytest.mark.slow)
                 for kind in ("int8", "static", "fp8_e4m3", "fp8_e5m2")
-                for window, P in ((None, 64), (13, 16), (70, 24))
+                for window, P in ((None, 64), (13, 8), (70, 24))
             ),
         ],
     )
@@ -98,6 +100,34 @@ class TestShortItems(Simulated):
             sizes=(P, 64),
             tolerance=self.tolerance["float32"],
         )
+
+    @pytest.mark.parametrize(
+        ("cuts", "options"),
+        [
+            ((37, 160), dict(window=70, sinks=np.linspace(-2, 2, 4, dtype=np.float32))),
+            *(
+                pytest.param(cuts, options, marks=pytest.mark.slow)
+                for cuts in ((0, 0), (16, 128), (64, 129), (1, 185))
+                for options in ({}, dict(window=30, soft_cap=2.0))
+            ),
+        ],
+    )
+    def test_keys_that_sequences_share_are_read_from_the_first_one(self, cuts, options):
+        """Wherever a group's keys part; the others' tables hold garbage for shared pages."""
+        batch = self.batch((64, 90, 70, 185, 200, 15, 40), (1, 20, 1, 1, 3, 0, 2), T=30)
+        starts = (0, 3, 5)  # two groups, and two sequences that share nothing
+        for first, end, cut in zip(starts, starts[1:], cuts, strict=False):
+            for b in range(first + 1, end):
+                for kv in (batch.keys, batch.values):
+                    kv[b][:cut] = kv[first][:cut]
+        placed = self.place(batch, window=options.get("window"))
+        table = np.array(placed.page_table)
+        for first, end, cut in zip(starts, starts[1:], cuts, strict=False):
+            table[first + 1 : end, : cut // 16] = -7
+        shared = SharedPrefixes(
+            starts=jnp.array(starts, jnp.int32), lengths=jnp.array(cuts, jnp.int32)
+        )
+        self.check(batch, dataclasses.replace(placed, page_table=table), shared=shared, **options)
 
     @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
     @pytest.mark.parametrize(

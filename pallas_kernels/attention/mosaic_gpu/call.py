@@ -27,14 +27,16 @@ from pallas_kernels.attention.mosaic_gpu.merge import STATS, merge
 from pallas_kernels.attention.mosaic_gpu.plan import LOG2_E, PRODUCT, Plan
 from pallas_kernels.attention.mosaic_gpu.walk import walk
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.ragged import PADDING, Ragged
+from pallas_kernels.attention.ragged import PADDING, Ragged, owner
 from pallas_kernels.attention.tiles import Tiles
+from pallas_kernels.online_softmax import merge_partials
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, SymmetricPages
 
 CAPABILITY = (9, 0)
 HEAD_DIMS = range(PRODUCT, 257, PRODUCT)
-SPLIT_ONE, SPLIT_MANY = 512, 16_384  # keys of an item, of tiles of one query and of many
+# Keys of an item: of tiles of one query, of many, and of those of sequences that share their keys.
+SPLIT_ONE, SPLIT_MANY, SPLIT_SHARED = 512, 16_384, 2048
 CTAS = 264  # two for each processor of an H100 or H200
 BLOCK_BYTES = 32 << 10  # of K and V of a block
 STAGES = 3  # blocks in shared memory at once
@@ -69,15 +71,81 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
     T, B = q.shape[0], page_table.shape[0]
+    seq, position = ragged.rows(T)
+    low, high = options.bounds(position)
+    if ragged.shared is None:
+        bounds = jnp.stack([low, high])
+        part = _Pass(ragged=ragged, table=page_table, bounds=bounds, out_dtype=q.dtype)
+        out, lse = _of_sequences(q, pages, part, sinks, options)
+    else:
+        # Shared keys once for all rows of a group, as if they were one sequence's.
+        shared = ragged.shared
+        group = owner(shared.starts, seq)
+        cut = shared.lengths.at[group].get(
+            mode="fill", fill_value=0, wrap_negative_indices=False
+        )  # 0 for a row that is in no group
+        leaders = jnp.clip(shared.starts[:-1], 0, B - 1)
+        of_groups = Ragged(
+            kv_lens=jnp.zeros_like(shared.lengths), query_starts=ragged.query_starts[shared.starts]
+        )
+        common = _Pass(
+            ragged=of_groups,
+            table=page_table[leaders],
+            bounds=jnp.stack([low, jnp.minimum(high, cut)]),
+            out_dtype=jnp.float32,
+        )
+        own = _Pass(
+            ragged=ragged,
+            table=page_table,
+            bounds=jnp.stack([jnp.maximum(low, cut), high]),
+            out_dtype=jnp.float32,
+        )
+        out, lse = _attend(q, pages, common, None, options, many=True, split=SPLIT_SHARED)
+        lse = jnp.where((cut > 0)[:, None], lse, -jnp.inf)
+        out, lse = merge_partials(out, lse, *_of_sequences(q, pages, own, sinks, options))
+        out = out.astype(q.dtype)
+    padding = position == PADDING
+    return (
+        jnp.where(padding[:, None, None], 0, out),
+        jnp.where(padding[:, None], -jnp.inf, lse),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """A pass of the kernels over rows and the keys that they see.
+
+    Attributes:
+      ragged: which rows go into tiles together, as rows of one sequence.
+      table: `[B, M]`, of those sequences.
+      bounds: `[2, T]`, keys [low, high) that each row sees.
+      out_dtype: of the output.
+    """
+
+    ragged: Ragged
+    table: jax.Array
+    bounds: jax.Array
+    out_dtype: jnp.dtype
+
+
+def _of_sequences(
+    q: jax.Array,
+    pages: KernelPages,
+    part: _Pass,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the rows of sequences, those of one query apart from longer ones."""
+    T, starts = q.shape[0], part.ragged.query_starts
 
     def attend(many: bool, taken: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return _attend(q, pages, page_table, ragged, sinks, options, many, taken)
+        split = SPLIT_MANY if many else SPLIT_ONE
+        return _attend(q, pages, part, sinks, options, many=many, split=split, taken=taken)
 
-    if options.query_tile is not None or T <= B:
+    if options.query_tile is not None or part.table.shape[0] >= T:
         return attend(options.query_tile is not None, None)
-    single = ragged.query_starts[1:] - ragged.query_starts[:-1] == 1
-    seq, _ = ragged.rows(T)
-    chosen = single[seq]
+    single = starts[1:] - starts[:-1] == 1
+    chosen = single[part.ragged.rows(T)[0]]
     of_one, of_many = attend(False, single), attend(True, ~single)
     return (
         jnp.where(chosen[:, None, None], of_one[0], of_many[0]),
@@ -140,52 +208,49 @@ class _Rows:
 def _attend(
     q: jax.Array,
     pages: KernelPages,
-    page_table: jax.Array,
-    ragged: Ragged,
+    part: _Pass,
     sinks: jax.Array | None,
     options: AttentionOptions,
+    *,
     many: bool,
-    taken: jax.Array | None,
+    split: int,
+    taken: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the rows of the sequences `taken [B]`; anything in the other rows."""
-    T, H, D = q.shape
-    K, M = pages.num_kv_heads, page_table.shape[1]
+    (T, H, D), K = q.shape, pages.num_kv_heads
+    B, M = part.table.shape
     rows = _Rows.choose(H // K, D, many)
-    tiles = Tiles.plan(ragged, T, rows.tile, options, taken)
+    tiles = Tiles.plan(part.ragged, T, rows.tile, options, taken)
     if not many:  # so there is one a sequence at most, or T
-        tiles = tiles.group(0, min(T, page_table.shape[0]))
-    split = SPLIT_MANY if many else SPLIT_ONE
+        tiles = tiles.group(0, min(T, B))
     row = tiles.first_row[:, None] + jnp.arange(rows.tile, dtype=jnp.int32)[None]  # [tiles, tile]
-    _, position = ragged.place(row, tiles.seq[:, None])
-    bounds = jnp.stack(options.bounds(position), axis=1)  # [tiles, 2, tile]
+    live = row < tiles.end_row[:, None]
+    bounds = part.bounds.T.at[row].get(mode="clip")  # [tiles, tile, 2]
+    bounds = jnp.where(live[..., None], bounds, 0)
     most = _most_items(M * pages.page_size, split, rows.tile, options)
-    work, starts = _items(tiles, bounds, split, most)
+    work, starts = _items(tiles, bounds, live, split, most)
     plan = _plan(pages, q, rows, min(CTAS, work.shape[0] * K * rows.groups), many, options)
     fixed = pages.scales if isinstance(pages, SymmetricPages) and pages.is_static else None
     if fixed is not None:
         q = _times(q, jnp.repeat(fixed[0::2], H // K))
 
     grouped = rows.of_tiles(rows.of_heads(q.at[row].get(mode="clip"), K)).astype(plan.dtype)
-    bounds = jnp.repeat(bounds, rows.group, axis=2)
+    bounds = jnp.repeat(bounds.swapaxes(1, 2), rows.group, axis=2)
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, rows.count - bounds.shape[2])))
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
     sink = jnp.broadcast_to(sink, (rows.tile, H))[None, ..., None]
     sink = rows.of_tiles(rows.of_heads(sink, K))[0, ..., 0] * LOG2_E
 
     pools = tuple(pages.paged.values())
-    partial = walk(plan, grouped, bounds, work, starts[-1:], page_table, pools)
-    out, lse = merge(*partial, starts, sink, q.dtype)
+    partial = walk(plan, grouped, bounds, work, starts[-1:], part.table, pools)
+    out, lse = merge(*partial, starts, sink, part.out_dtype)
 
-    place = tiles.place_of(ragged, T, rows.tile)
+    place = tiles.place_of(part.ragged, T, rows.tile)
     out = rows.of_queries(out, place, H, K)
     lse = rows.of_queries(lse[:, :, None], place, H, K)[..., 0]
     if fixed is not None:
         out = _times(out, jnp.repeat(fixed[1::2], H // K))
-    padding = ragged.rows(T)[1] == PADDING
-    return (
-        jnp.where(padding[:, None, None], 0, out),
-        jnp.where(padding[:, None], -jnp.inf, lse),
-    )
+    return out, lse
 
 
 def _plan(
@@ -241,31 +306,37 @@ def _most_items(table_tokens: int, split: int, tile: int, options: AttentionOpti
     return most
 
 
-def _items(tiles: Tiles, bounds: jax.Array, split: int, most: int) -> tuple[jax.Array, jax.Array]:
+def _items(
+    tiles: Tiles, bounds: jax.Array, live: jax.Array, split: int, most: int
+) -> tuple[jax.Array, jax.Array]:
     """The items of all tiles, in order.
 
     Args:
       tiles: tiles of query rows.
-      bounds: `[tiles, 2, tile]` int32, keys [low, high) that each row sees.
+      bounds: `[tiles, tile, 2]` int32, keys [low, high) that each row sees.
+      live: `[tiles, tile]`, the rows that there are.
       split: where items are cut.
       most: items of a tile.
 
     Returns:
       `work` of `walk.walk`, and `[tiles + 1]` int32, the first item of each tile.
     """
-    first = tiles.low // split
-    count = jnp.where(tiles.high > tiles.low, -(-tiles.high // split) - first, 0)
+    lows, highs = bounds[..., 0], bounds[..., 1]
+    far = jnp.iinfo(jnp.int32).max
+    sees = live & (highs > lows)
+    low, high = jnp.where(sees, lows, far).min(axis=1), jnp.where(sees, highs, 0).max(axis=1)
+    inner_start = jnp.where(live, lows, 0).max(axis=1)
+    inner_end = jnp.where(live, highs, far).min(axis=1)
+
+    first = low // split
+    count = jnp.where(high > low, -(-high // split) - first, 0)
     ends = jnp.cumsum(count, dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     index = jnp.arange(max(tiles.count * most, STATS), dtype=jnp.int32)
     tile = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
     tile = jnp.minimum(tile, tiles.count - 1)
     start = (first[tile] + index - starts[tile]) * split
-    start, end = jnp.maximum(start, tiles.low[tile]), jnp.minimum(start + split, tiles.high[tile])
-    rows = jnp.arange(bounds.shape[2], dtype=jnp.int32)
-    live = rows[None] < (tiles.end_row - tiles.first_row)[:, None]
-    inner_start = jnp.where(live, bounds[:, 0], 0).max(axis=1)
-    inner_end = jnp.where(live, bounds[:, 1], jnp.iinfo(jnp.int32).max).min(axis=1)
+    start, end = jnp.maximum(start, low[tile]), jnp.minimum(start + split, high[tile])
     fields = tiles.seq[tile], tile, start, end, inner_start[tile], inner_end[tile]
     return jnp.stack(fields, axis=1), starts
 
