@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import gpus
 from pallas_kernels.attention.mosaic_gpu.merge import STATS, merge
@@ -125,7 +126,7 @@ class _Pass:
     ragged: Ragged
     table: jax.Array
     bounds: jax.Array
-    out_dtype: jnp.dtype
+    out_dtype: DTypeLike
 
 
 def _of_sequences(
@@ -229,7 +230,8 @@ def _attend(
     bounds = jnp.where(live[..., None], bounds, 0)
     most = _most_items(M * pages.page_size, split, rows.tile, options)
     work, starts = _items(tiles, bounds, live, split, most)
-    plan = _plan(pages, q, rows, min(CTAS, work.shape[0] * K * rows.groups), many, options)
+    ctas = min(CTAS, tiles.count * most * K * rows.groups)
+    plan = _plan(pages, q, rows, ctas, many, options)
     fixed = pages.scales if isinstance(pages, SymmetricPages) and pages.is_static else None
     if fixed is not None:
         q = _times(q, jnp.repeat(fixed[0::2], H // K))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention.mosaic_gpu.plan import BY_COLUMN, LOG2_E, MATRIX, Ref, div
 
@@ -22,7 +23,7 @@ def merge(
     stats: jax.Array,
     starts: jax.Array,
     sink: jax.Array,
-    out_dtype: jnp.dtype,
+    out_dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
     """Joins the items of each tile.
 
