@@ -5,6 +5,7 @@ Not here: the description of a GPU that the compiler wants (`targets.gpu`).
 
 import jax
 
+HOPPER = (9, 0)
 # Of GPUs that a program can be compiled for in their absence, by the beginning of their kind.
 CAPABILITIES = {
     "NVIDIA A100": (8, 0),
@@ -28,3 +29,13 @@ def capability() -> tuple[int, int] | None:
         return None
     major, minor = jax.devices()[0].compute_capability.split(".")
     return int(major), int(minor)
+
+
+def not_hopper() -> str | None:
+    """Why a kernel with Hopper's instructions cannot run on what is traced for; None where it can,
+    or where that is unknown."""
+    here = capability()
+    if here is None or here == HOPPER:
+        return None
+    has = ".".join(map(str, here))
+    return f"its instructions are of compute capability 9.0 (H100, H200); this GPU has {has}"

@@ -9,11 +9,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOAT_NAMES, FLOATS, check_pages, require, require_array
-from pallas_kernels.page_write import reference, xla
+from pallas_kernels.page_write import mosaic_gpu, reference, xla
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
-WRITE_BACKENDS = {"reference": reference.write_pages, "xla": xla.write_pages}
+WRITE_BACKENDS = {
+    "reference": reference.write_pages,
+    "xla": xla.write_pages,
+    "mosaic_gpu": mosaic_gpu.write_pages,
+}
 COPY_BACKENDS = {"reference": reference.copy_pages, "xla": xla.copy_pages}
 SEAL_BACKENDS = {"reference": reference.seal_pages, "xla": xla.seal_pages}
 PREFERENCE = {platform: ("xla",) for platform in ("cpu", "gpu", "tpu")}
@@ -32,7 +36,8 @@ def write_pages[P: TokenPages](
       slots: `[T]` int32, `page_id * P + offset`. No two tokens share a slot, but for padding:
         that is aimed at the null page (slot 0), where what remains is not defined. A slot outside
         the pool is an error of the caller that writes nothing.
-      backend: `reference`, `xla`, or None for the best on this platform.
+      backend: `reference`, `xla`, `mosaic_gpu` (see its `refusal` for what it takes), or None for
+        the best on this platform.
 
     Returns:
       The pages, other slots untouched.
@@ -50,7 +55,9 @@ def write_pages[P: TokenPages](
     for name, array in (("k", k), ("v", v)):
         require(array.shape == shape, f"{name} must be [T, K, D] = {shape}, got {array.shape}")
         require(array.dtype in FLOATS, f"{name} must be {FLOAT_NAMES}, got {array.dtype}")
-    return dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend)(pages, k, v, slots)
+    refusals = {"mosaic_gpu": mosaic_gpu.refusal(pages)}
+    run = dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend, refusals)
+    return run(pages, k, v, slots)
 
 
 def copy_pages[P: AnyPages](

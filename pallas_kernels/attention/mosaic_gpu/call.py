@@ -34,7 +34,6 @@ from pallas_kernels.online_softmax import merge_partials
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, SymmetricPages
 
-CAPABILITY = (9, 0)
 HEAD_DIMS = range(PRODUCT, 257, PRODUCT)
 # Keys of an item: of tiles of one query, of many, and of those of sequences that share their keys.
 SPLIT_ONE, SPLIT_MANY, SPLIT_SHARED = 512, 16_384, 2048
@@ -46,8 +45,8 @@ KernelPages = Pages | SymmetricPages
 
 def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
     """Why these arrays cannot be taken on this device, or None."""
-    if (here := gpus.capability()) not in (None, CAPABILITY):
-        return f"wgmma is of compute capability 9.0 (H100, H200); this GPU has {here[0]}.{here[1]}"
+    if reason := gpus.not_hopper():
+        return reason
     if not isinstance(pages, KernelPages):
         return f"{type(pages).__name__} are not read yet"
     if pages.layout != "head_major":
