@@ -17,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import Pages, SharedPrefixes
 from pallas_kernels.attention.mosaic_gpu import call
+from tests.kernels.attention_suite import LENGTHS, MIXED
 from tests.kernels.batches import Batch
-from tests.kernels.bits_suite import BitsSuite
+from tests.kernels.bits_suite import BitsSuite, assert_same_bits
 from tests.kernels.test_quantised_pages import check_attention
 
 SIMULATED = plgpu.InterpretGPUParams(
@@ -73,7 +74,6 @@ class TestShortItems(Simulated):
         "test_every_length_of_cache_and_query_agrees_with_naive_attention",
         "test_options_agree_with_naive_attention",
         "test_what_is_not_live_may_hold_anything",
-        "test_a_row_without_a_key_is_zero_and_its_lse_is_the_sink",
         "test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch",
         "test_attention_over_codes_is_attention_over_what_they_decode_to",
         "test_keys_that_sequences_share_are_read_from_the_first_one",
@@ -95,10 +95,10 @@ class TestShortItems(Simulated):
             kind,
             "head_major",
             "mosaic_gpu",
-            longest=300,
+            longest=150,
             window=window,
             sizes=(P, 64),
-            tolerance=self.tolerance["float32"],
+            tolerance=1e-2,  # weights times scales are rounded to bfloat16
         )
 
     @pytest.mark.parametrize(
@@ -128,6 +128,14 @@ class TestShortItems(Simulated):
             starts=jnp.array(starts, jnp.int32), lengths=jnp.array(cuts, jnp.int32)
         )
         self.check(batch, dataclasses.replace(placed, page_table=table), shared=shared, **options)
+
+    def test_the_blocks_of_threads_that_share_the_work_change_no_bit(self, monkeypatch):
+        batch = self.batch(LENGTHS, MIXED, T=48)
+        want = self.bits(batch)
+        for ctas in (1, 4):
+            monkeypatch.setattr(call, "CTAS", ctas)
+            jax.clear_caches()
+            assert_same_bits(self.bits(batch), want)
 
     @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
     @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def ragged_paged_attention(
             ragged=of_groups,
             table=page_table[leaders],
             bounds=jnp.stack([low, jnp.minimum(high, cut)]),
+            in_order=False,
             out_dtype=jnp.float32,
         )
         own = _Pass(
@@ -119,12 +120,14 @@ class _Pass:
       ragged: which rows go into tiles together, as rows of one sequence.
       table: `[B, M]`, of those sequences.
       bounds: `[2, T]`, keys [low, high) that each row sees.
+      in_order: rows of a tile have positions in sequence.
       out_dtype: of the output.
     """
 
     ragged: Ragged
     table: jax.Array
     bounds: jax.Array
+    in_order: bool = True
     out_dtype: DTypeLike
 
 
@@ -173,7 +176,7 @@ class _Rows:
 
     @classmethod
     def choose(cls, G: int, D: int, many: bool) -> "_Rows":
-        most = 56 if D <= 128 else 32  # what the registers hold of O
+        most = 48 if D <= 128 else 32  # what the registers hold of O
         groups = -(-G // most)
         group = -(-G // groups)
         tile = most // group if many else 1
@@ -227,7 +230,10 @@ def _attend(
     live = row < tiles.end_row[:, None]
     bounds = part.bounds.T.at[row].get(mode="clip")  # [tiles, tile, 2]
     bounds = jnp.where(live[..., None], bounds, 0)
-    most = _most_items(M * pages.page_size, split, rows.tile, options)
+    span = None  # of the keys that a tile sees
+    if part.in_order and options.window is not None:
+        span = options.window + rows.tile - 1
+    most = _most_items(M * pages.page_size, split, span)
     work, starts = _items(tiles, bounds, live, split, most)
     ctas = min(CTAS, tiles.count * most * K * rows.groups)
     plan = _plan(pages, q, rows, ctas, many, options)
@@ -299,12 +305,10 @@ def stages(pages: KernelPages, many: bool) -> int:
     return STAGES - 1 if many and pages.head_dim > 192 else STAGES
 
 
-def _most_items(table_tokens: int, split: int, tile: int, options: AttentionOptions) -> int:
-    """The most items that a tile can have."""
+def _most_items(table_tokens: int, split: int, span: int | None) -> int:
+    """The most items that a tile of so many keys, wherever they begin, can have."""
     most = -(-table_tokens // split)
-    if options.window is not None:
-        most = min(most, -(-(options.window + tile - 1) // split) + 1)
-    return most
+    return most if span is None else min(most, -(-span // split) + 1)
 
 
 def _items(
@@ -334,8 +338,7 @@ def _items(
     ends = jnp.cumsum(count, dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     index = jnp.arange(max(tiles.count * most, STATS), dtype=jnp.int32)
-    tile = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-    tile = jnp.minimum(tile, tiles.count - 1)
+    tile = jnp.minimum(owner(starts, index), tiles.count - 1)
     start = (first[tile] + index - starts[tile]) * split
     start, end = jnp.maximum(start, low[tile]), jnp.minimum(start + split, high[tile])
     fields = tiles.seq[tile], tile, start, end, inner_start[tile], inner_end[tile]
