@@ -6,6 +6,7 @@ items, and a block several of those. Not here: what the real compiler says (`tes
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -15,10 +16,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Pages, SharedPrefixes
+from pallas_kernels import Pages, SharedPrefixes, gpus, ragged_paged_attention
 from pallas_kernels.attention.mosaic_gpu import call
 from tests.kernels.attention_suite import LENGTHS, MIXED
-from tests.kernels.batches import Batch
+from tests.kernels.batches import Batch, place, random_batch
 from tests.kernels.bits_suite import BitsSuite, assert_same_bits
 from tests.kernels.test_quantised_pages import check_attention
 
@@ -162,3 +163,45 @@ class TestShortItems(Simulated):
 @pytest.mark.slow
 class TestWholeItems(Simulated):
     sizes: ClassVar = dict(CTAS=7)
+
+
+def arguments(layout="head_major", P=16, D=64, dtype=BFLOAT16) -> tuple:
+    batch = random_batch([5], [1], T=1, D=D, dtypes=(FLOAT32, dtype))
+    placed = place(batch, layout=layout, P=P, M=2)
+    return (
+        jnp.asarray(batch.q),
+        placed.pages,
+        placed.page_table,
+        placed.kv_lens,
+        placed.query_starts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(layout="token_major"), "pages must be head-major"),
+        (dict(P=12), "P = 12 is not a multiple of 8"),
+        (dict(D=80), "D = 80 is none of 64, 128, 192, 256"),
+        (dict(dtype=FLOAT32), "pages of float32 would be rounded by the tensor cores"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused_before_it_is_compiled(change, reason):
+    with pytest.raises(ValueError, match=f"mosaic_gpu does not take this: {reason}"):
+        ragged_paged_attention(*arguments(**change), scale=1.0, backend="mosaic_gpu")
+
+
+@pytest.mark.parametrize(("capability", "named"), [((8, 0), "8.0"), ((10, 0), "10.0")])
+def test_on_another_gpu_none_takes_xla_with_one_line_in_the_log(
+    monkeypatch, caplog, capability, named
+):
+    want = ragged_paged_attention(*arguments(), scale=1.0, backend="xla")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpus, "capability", lambda: capability)
+    with caplog.at_level(logging.INFO):
+        got = ragged_paged_attention(*arguments(), scale=1.0)
+    np.testing.assert_array_equal(got, want)
+    (record,) = (r for r in caplog.records if r.name.startswith("pallas_kernels"))
+    assert record.getMessage().endswith(f"this GPU has {named}")
+    with pytest.raises(ValueError, match=rf"\(H100, H200\); this GPU has {named}"):
+        ragged_paged_attention(*arguments(), scale=1.0, backend="mosaic_gpu")
