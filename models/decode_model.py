@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, LayerSpec
+from models import rope
 from models.config import ModelConfig
 from models.decoder import Decoder
 
@@ -77,6 +78,10 @@ class FlaxDecodeModel:
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of hidden states `[R, E]`."""
         return self.decoder(params).logits(hidden)
+
+    def turn(self, layer: int, x: jax.Array, by: jax.Array) -> jax.Array:
+        """Rotates `[T, heads, D]` on by `[T]` positions, as RoPE of a layer does."""
+        return rope.turn(self.config.layers[layer].rope, x, by)
 
     def decoder(self, params: Params) -> Decoder:
         """The module with these parameters; under jit it is made while tracing only."""

@@ -68,7 +68,10 @@ class Decoder(nnx.Module):
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
         for index, (layer, layer_config) in enumerate(zip(self.layers, config.layers, strict=True)):
             q, k, v = layer.attention.heads(layer.attention_norm(x))
-            rotated = rotations[layer_config.rope]
+            rotated, sink_q = rotations[layer_config.rope], None
+            if (at := cache.sink_position(index, position)) is not None:
+                turned = rope.rotation(layer_config.rope, config.attention.head_dim, at)
+                sink_q = rope.rotate(q, turned)
             attended, cache = update_and_attend(
                 cache,
                 index,
@@ -76,10 +79,11 @@ class Decoder(nnx.Module):
                 step,
                 scale=config.attention.scale,
                 soft_cap=config.attention.soft_cap,
+                sink_q=sink_q,
                 backend=backend,
             )
-            x = x + _maybe(layer.attention_post_norm, layer.attention.merge(attended))
-            x = x + _maybe(layer.mlp_post_norm, layer.mlp(layer.mlp_norm(x)))
+            x = x + maybe(layer.attention_post_norm, layer.attention.merge(attended))
+            x = x + maybe(layer.mlp_post_norm, layer.mlp(layer.mlp_norm(x)))
         return self.final_norm(x), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -90,5 +94,6 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _maybe(norm: RmsNorm | None, x: jax.Array) -> jax.Array:
+def maybe(norm: RmsNorm | None, x: jax.Array) -> jax.Array:
+    """A norm's output, or its input where there is no norm."""
     return x if norm is None else norm(x)

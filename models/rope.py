@@ -67,6 +67,14 @@ def rotation(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
+def turn(rope: RopeConfig, x: jax.Array, by: jax.Array) -> jax.Array:
+    """Rotates `[T, heads, D]`, rotated already or not, by `[T]` positions more; no length changes,
+    whatever the scaling."""
+    cos, sin = rotation(rope, x.shape[-1], by)
+    _, factor = frequencies(rope, x.shape[-1])
+    return rotate(x, (cos / factor, sin / factor))
+
+
 def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates `[T, heads, D]` by `[T, D/2]` angles, in float32; returns x's dtype."""
     cos, sin = (part[:, None] for part in cos_sin)

@@ -44,6 +44,14 @@ def abstract_model(
     return graphdef, {path: leaf.get_value() for path, leaf in leaves}
 
 
+def random_model(config: ModelConfig, seed: int) -> FlaxDecodeModel:
+    """A decoder of float32 weights drawn by seed, to be trained from scratch."""
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
+    leaves = cast(Iterable[tuple[ParamPath, nnx.Variable]], nnx.to_flat_state(state))
+    named = {path: leaf.get_value() for path, leaf in leaves}
+    return FlaxDecodeModel.from_named(config, graphdef, named)
+
+
 def load_weights(
     checkpoint: Checkpoint, dtype: DTypeLike, progress: Progress | None = None
 ) -> FlaxDecodeModel:

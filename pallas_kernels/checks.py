@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.pages import LAYOUTS, Pages
+from pallas_kernels.pages import LAYOUTS, Pages, by_layout
 from pallas_kernels.quantised_pages import (
     CHANNEL_GROUP,
     AffinePages,
@@ -42,15 +42,18 @@ def check_pages(pages: AnyPages) -> None:
     require(pages.layout in LAYOUTS, f"layout must be one of {LAYOUTS}, got {pages.layout!r}")
     for name, array in pages.paged.items():
         require_array(f"pages.{name}", array)
-        rank = 3 if name == "scales" else 4
+        rank = 3 if name in ("scales", "parameters") else 4
         require(
             array.ndim == rank,
             f"pages.{name} must have {rank} dimensions ({pages.layout}), got {array.shape}",
         )
     if not isinstance(pages, ChannelPages):
-        heads = pages.kv.shape[2 if pages.layout == "token_major" else 1]
-        even = heads >= 2 and heads % 2 == 0
-        require(even, f"the 2K axis of pages.kv must be even, got {heads}")
+        axis = {"token_major": 2, "head_major": 1, "paired": 3}[pages.layout]
+        size, name = pages.kv.shape[axis], "2D" if pages.layout == "paired" else "2K"
+        require(
+            size >= 2 and size % 2 == 0, f"the {name} axis of pages.kv must be even, got {size}"
+        )
+        require(pages.num_kv_heads >= 1, "K = 0 KV heads")
     require(pages.num_pages >= 1, "N = 0 pages; a pool has the null page at least")
     require(
         pages.page_size in PAGE_SIZES,
@@ -69,20 +72,24 @@ def check_pages(pages: AnyPages) -> None:
             is_code = pages.kv.dtype in SYMMETRIC_CODES
             require(is_code, f"pages.kv must be {one_of}, got {pages.kv.dtype}")
             per_head = (2 * pages.num_kv_heads,)
-            shape = per_head if pages.is_static else pages.kv.shape[:-1]
+            shape = per_head if pages.is_static else _per_token(pages)
             _require_shape("scales", pages.scales, shape, jnp.float32)
         case AffinePages():
             require(pages.bits in (2, 4), f"bits must be 2 or 4, got {pages.bits}")
             _require_shape("kv", pages.kv, pages.kv.shape, jnp.uint8)
-            parameters = (*pages.kv.shape[:-1], 2)
-            _require_shape("parameters", pages.parameters, parameters, jnp.float16)
+            _require_shape("parameters", pages.parameters, _per_token(pages), jnp.uint32)
         case ChannelPages():
             _check_channel_pages(pages)
 
 
+def _per_token(pages: SymmetricPages | AffinePages) -> tuple[int, ...]:
+    """Shape of what has a number a token and head."""
+    return pages.num_pages, *by_layout(pages.layout, pages.page_size, 2 * pages.num_kv_heads)
+
+
 def _check_channel_pages(pages: ChannelPages) -> None:
     N, P, K, D = pages.num_pages, pages.page_size, pages.num_kv_heads, pages.head_dim
-    middle = (P, K) if pages.layout == "token_major" else (K, P)
+    middle = by_layout(pages.layout, P, K)
     for name, bits in (("k", pages.k_bits), ("v", pages.v_bits)):
         require(bits in (2, 4), f"{name}_bits must be 2 or 4, got {bits}")
         require(D * bits % 8 == 0, f"D = {D}: a token's codes of {bits} bits must fill bytes")

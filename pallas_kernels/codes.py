@@ -95,6 +95,18 @@ def decode_affine(codes: jax.Array, parameters: Affine) -> jax.Array:
     return codes.astype(jnp.float32) * scale + minimum
 
 
+def pack_affine(parameters: Affine) -> jax.Array:
+    """Scale and minimum as one uint32, the scale in the low half."""
+    scale, minimum = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in parameters)
+    return scale.astype(jnp.uint32) | minimum.astype(jnp.uint32) << 16
+
+
+def unpack_affine(packed: jax.Array) -> Affine:
+    """Undoes `pack_affine`."""
+    halves = packed.astype(jnp.uint16), (packed >> 16).astype(jnp.uint16)
+    return Affine(*(jax.lax.bitcast_convert_type(half, jnp.float16) for half in halves))
+
+
 def pack_bits(codes: jax.Array, bits: int) -> jax.Array:
     """Packs codes `[..., D]` uint8 below 2^bits into bytes `[..., D * bits / 8]`.
 

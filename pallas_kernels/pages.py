@@ -14,8 +14,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Layout = Literal["token_major", "head_major"]
-LAYOUTS: tuple[Layout, ...] = ("token_major", "head_major")
+Layout = Literal["token_major", "head_major", "paired"]
+LAYOUTS: tuple[Layout, ...] = ("token_major", "head_major", "paired")
 Rows = dict[str, jax.Array]
 
 
@@ -38,12 +38,31 @@ class Interleaved:
     @property
     def num_kv_heads(self) -> int:
         """K."""
+        if self.layout == "paired":
+            return self.kv.shape[1]
         return self.kv.shape[2 if self.layout == "token_major" else 1] // 2
+
+    @property
+    def row_size(self) -> int:
+        """Elements of `kv` that a token has for K of one head."""
+        return self.kv.shape[3] // (2 if self.layout == "paired" else 1)
 
     @property
     def head_dim(self) -> int:
         """D."""
-        return self.kv.shape[3]
+        return self.row_size
+
+    def read_rows(
+        self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int
+    ) -> jax.Array:
+        """Gathers from `kv` as it is stored, `[..., K, n, run * row_size]`; see `Pages.read`."""
+        heads = jnp.arange(self.num_kv_heads)
+        if self.layout != "paired":
+            heads = 2 * heads + kv_index
+            return gather_runs(self.kv, self.layout, page_ids, offsets, heads, run)
+        both = gather_runs(self.kv, self.layout, page_ids, offsets, heads, run)
+        one = both.reshape(*both.shape[:-1], run, 2, self.row_size)[..., kv_index, :]
+        return one.reshape(*both.shape[:-1], run * self.row_size)
 
 
 @jax.tree_util.register_dataclass
@@ -55,9 +74,10 @@ class Pages(Interleaved):
     of that axis holds whole heads.
 
     Attributes:
-      kv: `[N, P, 2K, D]` when token-major (one DMA brings every head), `[N, 2K, P, D]` when
-        head-major (one DMA brings one head).
-      layout: which of the two; static.
+      kv: `[N, P, 2K, D]` when token-major (one DMA brings every head); `[N, 2K, P, D]` when
+        head-major (one DMA brings one head); `[N, K, P, 2D]` when paired: head-major, a token's K
+        and V side by side, which fill whole registers of a TPU where D is a multiple of 64.
+      layout: which of them; static.
     """
 
     kv: jax.Array
@@ -82,12 +102,31 @@ class Pages(Interleaved):
         Returns:
           `[..., K, n, run * D]`, a copy.
         """
-        heads = 2 * jnp.arange(self.num_kv_heads) + kv_index
-        return gather_runs(self.kv, self.layout, page_ids, offsets, heads, run)
+        return self.read_rows(kv_index, page_ids, offsets, run)
 
     def encode(self, k: jax.Array, v: jax.Array) -> Rows:
         """What `[T, K, D]` K and V are stored as: for each of `paged`, rows `[T, 2K, ...]`."""
         return {"kv": interleave(k, v).astype(self.kv.dtype)}
+
+
+def pool_shape(
+    layout: Layout, num_pages: int, page_size: int, kv_heads: int, row_size: int
+) -> tuple[int, ...]:
+    """Of `kv`; `row_size` elements for K of a token and head, D where they are no codes."""
+    if layout == "paired":
+        return num_pages, kv_heads, page_size, 2 * row_size
+    return num_pages, *by_layout(layout, page_size, 2 * kv_heads), row_size
+
+
+def by_layout(layout: Layout, page_size: int, heads: int) -> tuple[int, int]:
+    """P and heads in the order of a layout."""
+    return (page_size, heads) if layout == "token_major" else (heads, page_size)
+
+
+def token_shape(array: jax.Array, layout: Layout) -> tuple[int, ...]:
+    """What one token has in an array of pages."""
+    _, first, second, *rest = array.shape
+    return (second if layout == "token_major" else first, *rest)
 
 
 def interleave(k: jax.Array, v: jax.Array) -> jax.Array:
@@ -107,7 +146,7 @@ def gather_runs(
     """Gathers runs of tokens of some heads from an array of pages.
 
     Args:
-      array: `[N, C, P, ...]` where head-major, `[N, P, C, ...]` where token-major.
+      array: `[N, P, C, ...]` where token-major, else `[N, C, P, ...]`.
       layout: which of the two.
       page_ids, offsets, run: see `Pages.read`.
       heads: `[K]` int32, indices of the axis C.

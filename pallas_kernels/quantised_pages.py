@@ -29,8 +29,8 @@ class SymmetricPages(Interleaved):
 
     Attributes:
       kv: codes, shaped as in `Pages`.
-      scales: float32, `[N, P, 2K]` or `[N, 2K, P]` by layout; `[2K]` where they are fixed, measured
-        beforehand.
+      scales: float32, `[N, P, 2K]` when token-major, else `[N, 2K, P]`; `[2K]` where they are
+        fixed, measured beforehand.
       layout: static.
     """
 
@@ -54,13 +54,12 @@ class SymmetricPages(Interleaved):
         """See `Pages.read`; float32."""
         K, D = self.num_kv_heads, self.head_dim
         heads = 2 * jnp.arange(K) + kv_index
-        at = page_ids, offsets, heads, run
-        code = gather_runs(self.kv, self.layout, *at)
+        code = self.read_rows(kv_index, page_ids, offsets, run)
         code = code.reshape(*code.shape[:-1], run, D).astype(jnp.float32)
         if self.is_static:
             scale = self.scales[heads].reshape(*(1,) * (code.ndim - 4), K, 1, 1)
         else:
-            scale = gather_runs(self.scales, self.layout, *at)
+            scale = gather_runs(self.scales, self.layout, page_ids, offsets, heads, run)
         return (code * scale[..., None]).reshape(*code.shape[:-2], run * D)
 
     def encode(self, k: jax.Array, v: jax.Array) -> Rows:
@@ -78,8 +77,9 @@ class AffinePages(Interleaved):
     """Pages of packed codes: `x = code * scale + minimum`, for each token and head.
 
     Attributes:
-      kv: uint8, shaped as in `Pages` but for the last axis of `D * bits / 8` (`codes.pack_bits`).
-      parameters: float16 `[N, P, 2K, 2]` or `[N, 2K, P, 2]` by layout: scale, minimum.
+      kv: uint8, shaped as in `Pages` with `D * bits / 8` for D (`codes.pack_bits`).
+      parameters: uint32, shaped as the scales of SymmetricPages: the bits of scale, the low half,
+        and minimum, float16 both.
       bits: of a code; static.
       layout: static.
     """
@@ -92,7 +92,7 @@ class AffinePages(Interleaved):
     @property
     def head_dim(self) -> int:
         """D."""
-        return self.kv.shape[3] * 8 // self.bits
+        return self.row_size * 8 // self.bits
 
     @property
     def paged(self) -> dict[str, jax.Array]:
@@ -103,18 +103,17 @@ class AffinePages(Interleaved):
         self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int = 1
     ) -> jax.Array:
         """See `Pages.read`; float32."""
-        at = page_ids, offsets, 2 * jnp.arange(self.num_kv_heads) + kv_index, run
-        packed = gather_runs(self.kv, self.layout, *at)
+        packed = self.read_rows(kv_index, page_ids, offsets, run)
         code = codes.unpack_bits(packed.reshape(*packed.shape[:-1], run, -1), self.bits)
-        stored = gather_runs(self.parameters, self.layout, *at)
-        scale, minimum = jnp.split(stored.reshape(*stored.shape[:-1], run, 2), 2, axis=-1)
-        x = codes.decode_affine(code, codes.Affine(scale, minimum))
+        heads = 2 * jnp.arange(self.num_kv_heads) + kv_index
+        stored = gather_runs(self.parameters, self.layout, page_ids, offsets, heads, run)
+        x = codes.decode_affine(code, codes.unpack_affine(stored[..., None]))
         return x.reshape(*x.shape[:-2], -1)
 
     def encode(self, k: jax.Array, v: jax.Array) -> Rows:
         """See `Pages.encode`."""
         code, parameters = codes.encode_affine(interleave(k, v), self.bits, axis=-1)
-        stored = jnp.concatenate(parameters, axis=-1)
+        stored = codes.pack_affine(parameters)[..., 0]
         return {"kv": codes.pack_bits(code, self.bits), "parameters": stored}
 
 
@@ -127,7 +126,7 @@ class ChannelPages:
     A page is written whole (`page_write.seal_pages`): its parameters are known when it is full.
 
     Attributes:
-      k, v: uint8 codes, `[N, P, K, D * bits / 8]` or `[N, K, P, ...]` by layout.
+      k, v: uint8 codes, `[N, P, K, D * bits / 8]` when token-major, else `[N, K, P, ...]`.
       k_parameters: float16 `[N, K, 2, D]`: scale, minimum.
       v_parameters: float16 `[N, P, K, 2 * groups]` or `[N, K, P, 2 * groups]`: all scales, then all
         minima.
@@ -205,7 +204,7 @@ class ChannelPages:
             "v": codes.pack_bits(v_code.reshape(P, K, D), self.v_bits),
             "v_parameters": jnp.concatenate([part[..., 0] for part in v_stored], axis=-1),
         }
-        if self.layout == "head_major":
+        if self.layout != "token_major":
             page = {name: array.swapaxes(0, 1) for name, array in page.items()}
         return page | {"k_parameters": jnp.stack([part[0] for part in k_stored], axis=1)}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxkv.cache import PAGE_SIZES, CacheSpec, choose_formats, preferred_page_size
 from jaxkv.engine import RequestError, footprint
-from jaxkv.eval import Quality, measure
+from jaxkv.eval import Quality, Setting, measure
 from models.decode_model import FlaxDecodeModel
 from models.errors import ModelError
 from scripts import console
@@ -80,12 +80,13 @@ def run(
     names, ranges = args.formats.split(), kv_ranges(args)
     sizes = {name: args.page_size or preferred_page_size(name) for name in names}
     chosen = {name: choose_formats(name, model.layers, ranges) for name in names}
+    settings = {name: Setting(formats=formats) for name, formats in chosen.items()}
     found: dict[str, Quality] = {}
     with console.progress(
-        len(tokens) * len(set(sizes.values())), unit="token", description="measuring"
+        len(tokens) * (len(names) + len(set(sizes.values()))), unit="token", description="measuring"
     ) as bar:
         for size in sorted(set(sizes.values())):
-            here = {name: chosen[name] for name in names if sizes[name] == size}
+            here = {name: settings[name] for name in names if sizes[name] == size}
             found |= measure(
                 model, tokens, here, page_size=size, chunk=args.chunk, on_chunk=bar.update
             )

@@ -33,15 +33,13 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, check_integrity, pack
+from jaxkv.replay.workloads import LONGEST, VOCAB, Requests, random_tokens, stream
 from scripts import console
 
-VOCAB = 128_000
-LONGEST = 16_384  # tokens of a prompt
 OPS = ("prep", "match", "alloc", "insert", "extend", "finish")
 WORKLOADS = ("W1", "W1g", "W2", "W2f", "W3", "W4", "W5", "W6", "step", "growth")
 
 Result = dict[str, Any]
-Requests = Iterator[tuple[list[int], list[int]]]  # prompt, answer
 
 
 def main(argv: list[str]) -> int:
@@ -77,71 +75,6 @@ def main(argv: list[str]) -> int:
             result |= serve(name, requests, capacity, args.page)
         print(json.dumps(result) if args.json else _lines(result), flush=True)
     return 0
-
-
-def stream(name: str, trace: Path | None) -> tuple[Requests, int]:
-    """The requests of a workload, and the tokens that the pool holds."""
-    if name == "W4":
-        assert trace is not None
-        return hashed_blocks(trace), 200_000
-    if name == "W3":
-        return unique_prompts(), 200_000
-    if name in ("W2", "W2f"):
-        return questions(), 600_000 if name == "W2f" else 200_000
-    return conversations(100 if name == "W1g" else 2_000), 200_000
-
-
-def conversations(at_a_time: int) -> Requests:
-    """2,000 talks of 5 turns, 64 tokens asked and 128 answered, after a system prompt of 512."""
-    rng = random.Random(1)
-    systems = [_tokens(rng, 512) for _ in range(8)]
-    for first in range(0, 2_000, at_a_time):
-        talks = [list(systems[i % 8]) for i in range(first, first + at_a_time)]
-        for _ in range(5):
-            for talk in talks:
-                talk += _tokens(rng, 64)
-                answer = _tokens(rng, 128)
-                yield list(talk), answer
-                talk += answer
-
-
-def questions() -> Requests:
-    """40 questions of 32 tokens about each of 50 documents, shuffled."""
-    rng = random.Random(2)
-    documents = [_tokens(rng, 8_000) for _ in range(50)]
-    order = [document for document in documents for _ in range(40)]
-    rng.shuffle(order)
-    for document in order:
-        yield document + _tokens(rng, 32), _tokens(rng, 1)
-
-
-def unique_prompts() -> Requests:
-    """5,000 prompts of 1,024 tokens."""
-    rng = random.Random(3)
-    for _ in range(5_000):
-        yield _tokens(rng, 1_024), _tokens(rng, 1)
-
-
-def hashed_blocks(path: Path) -> Requests:
-    """The first 2,000 requests of a trace that fit, 64 made-up tokens for each of its blocks.
-
-    A line is a JSON object with `timestamp`, `output_length`, and `hash_ids`, a number a block.
-    """
-    num_requests = 0
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            prompt = [
-                (number * 2_654_435_761 % 1_000_003 + i * 7_919 + number) % VOCAB
-                for number in record["hash_ids"]
-                for i in range(64)
-            ]
-            if 2 <= len(prompt) <= LONGEST:
-                length = max(1, min(64, record["output_length"] // 8))
-                yield prompt, [(record["timestamp"] + i) % VOCAB for i in range(length)]
-                num_requests += 1
-                if num_requests == 2_000:
-                    return
 
 
 class Request:
@@ -287,7 +220,7 @@ def eviction(page_size: int, num_leaves: int) -> Result:
     host = Host(num_leaves * 64, page_size)
 
     def one() -> float:
-        request = Request(_tokens(rng, 64))
+        request = Request(random_tokens(rng, 64))
         host.match(request)
         start = time.thread_time()
         host.alloc(request)
@@ -313,14 +246,14 @@ def decoding(page_size: int) -> Result:
     rng = random.Random(6)
     batch, num_steps = 64, 128
     host = Host(200_000, page_size)
-    requests = [Request(_tokens(rng, 1_024)) for _ in range(batch)]
+    requests = [Request(random_tokens(rng, 1_024)) for _ in range(batch)]
     for request in requests:
         host.match(request)
         host.alloc(request)
         host.insert(request)
     rows = [request.row for request in requests]
     tokens = np.zeros((batch, num_steps), np.int32)
-    sampled = [_tokens(rng, batch) for _ in range(num_steps)]
+    sampled = [random_tokens(rng, batch) for _ in range(num_steps)]
 
     def step(number: int) -> None:
         tokens[:, number] = sampled[number]
@@ -385,10 +318,6 @@ def _spread(seconds: list[float], median: str, p95: str, longest: str) -> dict[s
         name: round(value * 1e6, 1)
         for name, value in zip((median, p95, longest), picked, strict=True)
     }
-
-
-def _tokens(rng: random.Random, n: int) -> list[int]:
-    return [rng.randrange(VOCAB) for _ in range(n)]
 
 
 def _shown[T](items: Iterable[T], total: int | None, description: str) -> Iterator[T]:

@@ -28,6 +28,10 @@ class IdleModel:
         """See `DecodeModel`."""
         return jax.nn.one_hot(step.tokens, VOCAB), cache
 
+    def turn(self, layer: int, x: jax.Array, by: jax.Array) -> jax.Array:
+        """No rotation."""
+        return x
+
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         """See `DecodeModel`."""
         return -hidden

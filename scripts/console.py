@@ -42,8 +42,9 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Returns the exit code of `main(argv)`; a user's mistake becomes one line on stderr and 2.
 
-    Mistakes are ModelError, RequestError, and a file that cannot be opened. Any other exception is
-    a fault of ours and passes, traceback and all. Ctrl-C returns 130.
+    Mistakes are ModelError, RequestError, LedgerError, ReplayError, and a file that cannot be
+    opened. Any other exception is a fault of ours and passes, traceback and all. Ctrl-C returns
+    130.
     """
     if any("\0" in argument for argument in argv):
         return _complain("an argument has a NUL character in it", EXIT_USER_ERROR)
@@ -63,13 +64,23 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         return _complain(f"{where}{error.strerror}", EXIT_USER_ERROR)
     except ValueError as error:
-        # Imported late: a run without a mistake need not load them.
-        from jaxkv.engine.request import RequestError
-        from models.errors import ModelError
-
-        if not isinstance(error, ModelError | RequestError):
+        if not _is_mistake(error):
             raise
         return _complain(str(error), EXIT_USER_ERROR)
+
+
+def _is_mistake(error: ValueError) -> bool:
+    """Whether it is one of ours that says what a user did wrong."""
+    # Imported late: a run without a mistake need not load them, and the last two load jax.
+    from jaxkv.ledger.errors import LedgerError
+    from jaxkv.replay.errors import ReplayError
+
+    if isinstance(error, LedgerError | ReplayError):
+        return True
+    from jaxkv.engine.request import RequestError
+    from models.errors import ModelError
+
+    return isinstance(error, ModelError | RequestError)
 
 
 def _complain(line: str, code: int) -> int:

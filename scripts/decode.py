@@ -6,6 +6,7 @@ instruct model answers them through its chat template; `--raw` continues the bar
   python scripts decode "What is a KV cache?"
   python scripts decode --prompts questions.txt --max-new-tokens 64 --temperature 0.7 --seed 3
   echo "Once upon a time" | python scripts decode --raw --json
+  python scripts decode --method snapkv --budget 50% --prompts long.txt
 
 With `--json`, standard output is one JSON object a line: one for each prompt, in order, then one
 with the totals.
@@ -33,9 +34,11 @@ from models.tokenizer import StreamDecoder, Tokenizer
 from scripts import console
 from scripts.serving import (
     add_backend_argument,
+    add_compression_arguments,
     add_format_arguments,
     add_sampling_arguments,
     check_config,
+    compression,
     kv_ranges,
     make_engine,
     page_size,
@@ -81,6 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--pool-tokens", type=int, metavar="N", help="tokens in the cache (default: what is needed)"
     )
     add_format_arguments(cache)
+    add_compression_arguments(cache)
     add_backend_argument(cache)
     add("--deterministic", action="store_true", help="same bits whatever the batch; slower")
     parser.add_argument("--json", action="store_true", help="JSON lines on standard output")
@@ -152,6 +156,7 @@ def engine_config(args: argparse.Namespace, pool_tokens: int) -> EngineConfig:
         pool_tokens=pool_tokens if args.pool_tokens is None else args.pool_tokens,
         kv_format=args.kv_format,
         kv_ranges=kv_ranges(args),
+        compression=compression(args),
         deterministic=args.deterministic,
         backend=args.backend,
     )
@@ -209,6 +214,8 @@ def as_json(job: Job) -> str:
             "finish_reason": completion.finish_reason,
             "first_token_seconds": completion.first_token_seconds,
         }
+        if completion.dropped_tokens:
+            record["dropped_tokens"] = completion.dropped_tokens
         if completion.logprobs:
             record["logprobs"] = [asdict(entry) for entry in completion.logprobs]
     else:

@@ -188,9 +188,11 @@ def _check(shape: Shape) -> Found:
         q_lens = [1] * singles + [(T - singles) // (B - singles)] * (B - singles)
     longest = 40 if simulated else CHECKED_TOKENS
     lens = [int(n) + more for n, more in zip(q_lens, rng.integers(0, longest, B), strict=True)]
-    given = _input(lens, shape.dtype, shape.H, shape.K, shape.D, shape.P, T=T)
-    if reason := mosaic_gpu.refusal(given.q, given.pages, given.table):
+    q: Any = shape.q
+    table: Any = jax.ShapeDtypeStruct((B, 1), jnp.int32)
+    if reason := mosaic_gpu.refusal(q, shape.pages("head_major"), table):
         raise Unavailable(f"refused: {reason}")
+    given = _input(lens, shape.dtype, shape.H, shape.K, shape.D, shape.P, T=T)
     starts = jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32)
 
     def attend(backend: str) -> tuple[np.ndarray, np.ndarray]:

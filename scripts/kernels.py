@@ -5,8 +5,8 @@
   python scripts kernels --target h200 --shape decode-bf16-h32-k8-d128-p16 --shape prefill-...
 
 A target is a TPU or an NVIDIA GPU. A shape's name is step (decode, mixed, prefill), type of K and V
-(bf16, f32, or codes with scales: int8, e4m3, e5m2), H, K, D, P, and a window perhaps (-w1024). For
-TPUs JAX's own kernel, `jax_rpa`, stands beside ours.
+(bf16, f32, or codes with parameters: int8, e4m3, e5m2, int4), H, K, D, P, and a window perhaps
+(-w1024). For TPUs JAX's own kernel, `jax_rpa`, stands beside ours.
 
 TPUs
   bundles   of the inner loop, a token of K and V of all heads: cycles, while memory keeps up
@@ -15,6 +15,7 @@ TPUs
   MXU       share of the inner loop's bundles with work for a matrix unit
   outside   bundles outside the inner loop, once each: a tile of queries, and the call
   spills    instructions that spill or fill a vector register
+  VMEM      MiB of the core's fast memory that the kernel takes
 
 GPUs: of the loops over blocks of keys of one KV head
   registers of a thread, and the bytes that it spills
@@ -37,7 +38,7 @@ from scripts import console
 
 Cells = Callable[[dict[str, Any]], list[str]]
 KIND = ("kernel", "target", "shape")
-TPU_HEAD = ("bundles", "HBM", "binds", "MXU", "outside", "spills", "in place, MiB")
+TPU_HEAD = ("bundles", "HBM", "binds", "MXU", "outside", "spills", "VMEM", "in place, MiB")
 GPU_HEAD = (
     *("registers", "shared, KiB", "stages", "loaded", "TMA", "wgmma", "FMA", "exp", "shuffles"),
     *("barriers", "all", "in place, MiB"),
@@ -128,6 +129,7 @@ def _tpu_cells(row: dict[str, Any]) -> list[str]:
         f"{row['mxu_share']:.0%}",
         f"{row['tile_bundles']}",
         f"{row['spill_slots']}",
+        f"{row['vmem_bytes'] / 2**20:.1f}",
         _in_place(row),
     ]
 

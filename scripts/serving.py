@@ -10,6 +10,7 @@ import jax
 
 from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import FORMATS, STATIC, KVRanges, preferred_page_size
+from jaxkv.compress import METHODS, Budget, Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
@@ -71,6 +72,45 @@ def add_format_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGro
         metavar="PATH",
         help="what `calibrate` measured, for the formats with static scales",
     )
+
+
+def add_compression_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds the options that `compression` reads."""
+    parser.add_argument(
+        "--method",
+        metavar="NAME",
+        help=f"drop tokens: {', '.join(METHODS)} (default: none are)",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="N",
+        help="tokens that --method keeps: a number, or a part of the prompt as 0.5 or 50%%",
+    )
+    parser.add_argument(
+        "--interval",
+        type=int,
+        metavar="N",
+        help="drop again after every N tokens of the answer (default: once, behind the prompt)",
+    )
+
+
+def compression(args: argparse.Namespace) -> Compression | None:
+    """Which tokens are dropped, as asked for.
+
+    Raises:
+      RequestError: there is no such method, or it does not take what it was given.
+    """
+    if args.method is None:
+        if args.budget is not None or args.interval is not None:
+            raise RequestError("--budget and --interval say how --method drops tokens: name one")
+        return None
+    if args.budget is None:
+        raise RequestError("--method needs a --budget: how many tokens it keeps")
+    try:
+        budget = Budget.parse(args.budget)
+        return Compression(method=args.method, budget=budget, interval=args.interval)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
 
 
 def page_size(args: argparse.Namespace) -> int:

@@ -1,10 +1,19 @@
 """The adapter from cache to kernels: where a step's tokens go, and what they then see."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.attention import AttentionBackend, StepInputs, update_and_attend
+from jaxkv.attention import (
+    AttentionBackend,
+    StepInputs,
+    preferred_layout,
+    stored_layers,
+    update_and_attend,
+)
 from jaxkv.cache import (
     CacheSpec,
     LayerSpec,
@@ -84,6 +93,23 @@ def test_slots_follow_the_table_of_the_group_and_padding_goes_to_the_null_page(g
     assert step.slots(group, P).tolist() == want + [0] * 4
 
 
+def wide_pages(spec: CacheSpec) -> CacheSpec:
+    """As a TPU has them where D fills no register."""
+    layers = tuple(dataclasses.replace(layer, head_dim=D + 5) for layer in spec.layers)
+    return dataclasses.replace(spec, layers=layers, layout="paired")
+
+
+def test_an_accelerator_stores_layers_whose_rows_its_kernel_takes(monkeypatch):
+    layers = tuple(LayerSpec(kv_heads=1, head_dim=dim) for dim in (64, 80, 96, 128, 192, 256))
+    assert stored_layers(layers) == layers
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    dims = [layer.head_dim for layer in stored_layers(layers)]
+    assert (preferred_layout(), dims) == ("paired", [64, 128, 128, 128, 192, 256])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    dims = [layer.head_dim for layer in stored_layers(layers)]
+    assert (preferred_layout(), dims) == ("head_major", [64, 128, 128, 128, 192, 256])
+
+
 def softmax_attention(q, k, v, position: int, window: int | None) -> np.ndarray:
     """Attention of one query `[H, D]` over the keys `[S, K, D]` up to its position."""
     low = 0 if window is None else max(0, position - window + 1)
@@ -97,13 +123,16 @@ def softmax_attention(q, k, v, position: int, window: int | None) -> np.ndarray:
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 @pytest.mark.parametrize("layer", [0, 1], ids=["window", "full"])
-def test_chunks_written_and_attended_equal_attention_over_the_whole(layer, backend):
+@pytest.mark.parametrize(
+    "spec", [SPEC, wide_pages(SPEC)], ids=["as the model", "paired, of a larger D"]
+)
+def test_chunks_written_and_attended_equal_attention_over_the_whole(layer, backend, spec):
     rng = np.random.default_rng(layer)
     lens = (19, 6, 9)
     q, k, v = (
         [rng.standard_normal((n, heads, D)).astype(np.float32) for n in lens] for heads in (H, K, K)
     )
-    cache = init_cache(SPEC)
+    cache = init_cache(spec)
     done = [0, 0, 0]
     for chunk in ([7, 6, 0], [1, 0, 8], [11, 0, 1]):
         spans = [slice(d, d + n) for d, n in zip(done, chunk, strict=True)]
@@ -124,7 +153,7 @@ def test_chunks_written_and_attended_equal_attention_over_the_whole(layer, backe
             backend=AttentionBackend(name=backend),
         )
         want = [
-            softmax_attention(q[b][p], k[b], v[b], p, SPEC.layers[layer].window)
+            softmax_attention(q[b][p], k[b], v[b], p, spec.layers[layer].window)
             for b, span in enumerate(spans)
             for p in range(span.start, span.stop)
         ]
@@ -132,6 +161,7 @@ def test_chunks_written_and_attended_equal_attention_over_the_whole(layer, backe
         assert not np.array(out[len(want) :]).any()
     keys, values = gather_dense(cache, layer, step.page_tables[cache.groups[layer]])
     for b, n in enumerate(lens):
-        np.testing.assert_array_equal(keys[b, :n], k[b])
-        np.testing.assert_array_equal(values[b, :n], v[b])
+        for got, want in ((keys, k), (values, v)):
+            np.testing.assert_array_equal(got[b, :n, :, :D], want[b])
+            assert not np.array(got[b, :n, :, D:]).any()
     assert not np.array(cache.layers[1 - layer].kv).any()

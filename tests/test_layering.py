@@ -41,8 +41,13 @@ RULES = {
     "jaxkv.ledger": Rule(ours=(), outside=("numpy",)),
     "jaxkv.prefix": Rule(ours=(), outside=("numpy",)),
     "jaxkv.replay": Rule(ours=("jaxkv.prefix", "jaxkv.ledger"), outside=("numpy",)),
-    "jaxkv.eval": Rule(ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.engine"), outside=ARRAYS),
-    "jaxkv.engine": Rule(ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention"), outside=ARRAYS),
+    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
+    "jaxkv.eval": Rule(
+        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine"), outside=ARRAYS
+    ),
+    "jaxkv.engine": Rule(
+        ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress"), outside=ARRAYS
+    ),
     "models": Rule(ours=("jaxkv", "pallas_kernels"), outside=ARRAYS + CHECKPOINTS),
     "scripts": Rule(ours=("jaxkv", "pallas_kernels", "models"), outside=ANY),
 }

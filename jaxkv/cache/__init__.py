@@ -19,11 +19,13 @@ from jaxkv.cache.spec import group_pages as group_pages
 from jaxkv.cache.spec import layer_pages as layer_pages
 from jaxkv.cache.state import ExportedPages as ExportedPages
 from jaxkv.cache.state import KVCache as KVCache
+from jaxkv.cache.state import Observed as Observed
 from jaxkv.cache.state import copy_pages as copy_pages
 from jaxkv.cache.state import export_pages as export_pages
 from jaxkv.cache.state import gather_dense as gather_dense
 from jaxkv.cache.state import import_pages as import_pages
 from jaxkv.cache.state import init_cache as init_cache
+from jaxkv.cache.state import move_tokens as move_tokens
 from jaxkv.cache.state import seal as seal
 from jaxkv.cache.state import write as write
 from pallas_kernels.checks import PAGE_SIZES as PAGE_SIZES

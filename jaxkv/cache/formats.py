@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import AffinePages, AnyPages, ChannelPages, Layout, Pages, SymmetricPages
+from pallas_kernels.pages import by_layout, pool_shape
 from pallas_kernels.quantised_pages import CHANNEL_GROUP
 
 
@@ -80,7 +81,7 @@ class FloatFormat:
         self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, layout: Layout
     ) -> Pages:
         """See KVFormat."""
-        shape = (num_pages, *_middle(layout, page_size, 2 * kv_heads), head_dim)
+        shape = pool_shape(layout, num_pages, page_size, kv_heads, head_dim)
         return Pages(kv=jnp.zeros(shape, self.dtype), layout=layout)
 
     def bytes_per_page(self, page_size: int, kv_heads: int, head_dim: int) -> int:
@@ -106,9 +107,11 @@ class SymmetricFormat:
         self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, layout: Layout
     ) -> SymmetricPages:
         """See KVFormat."""
-        shape = (num_pages, *_middle(layout, page_size, 2 * kv_heads))
-        codes = jnp.zeros((*shape, head_dim), self.dtype)
-        return SymmetricPages(kv=codes, scales=jnp.zeros(shape, jnp.float32), layout=layout)
+        codes = pool_shape(layout, num_pages, page_size, kv_heads, head_dim)
+        scales = num_pages, *by_layout(layout, page_size, 2 * kv_heads)
+        return SymmetricPages(
+            kv=jnp.zeros(codes, self.dtype), scales=jnp.zeros(scales, jnp.float32), layout=layout
+        )
 
     def bytes_per_page(self, page_size: int, kv_heads: int, head_dim: int) -> int:
         """See KVFormat."""
@@ -143,7 +146,7 @@ class StaticFormat:
             raise ValueError(
                 f"scales of {len(self.scales) // 2} KV heads, the layer has {kv_heads}"
             )
-        shape = (num_pages, *_middle(layout, page_size, 2 * kv_heads), head_dim)
+        shape = pool_shape(layout, num_pages, page_size, kv_heads, head_dim)
         scales = jnp.array(self.scales, jnp.float32)
         return SymmetricPages(kv=jnp.zeros(shape, self.dtype), scales=scales, layout=layout)
 
@@ -166,10 +169,12 @@ class RotatedFormat:
         self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, layout: Layout
     ) -> AffinePages:
         """See KVFormat."""
-        shape = (num_pages, *_middle(layout, page_size, 2 * kv_heads))
+        row_size = _code_bytes(head_dim, self.bits)
+        codes = pool_shape(layout, num_pages, page_size, kv_heads, row_size)
+        parameters = num_pages, *by_layout(layout, page_size, 2 * kv_heads)
         return AffinePages(
-            kv=jnp.zeros((*shape, _code_bytes(head_dim, self.bits)), jnp.uint8),
-            parameters=jnp.zeros((*shape, 2), jnp.float16),
+            kv=jnp.zeros(codes, jnp.uint8),
+            parameters=jnp.zeros(parameters, jnp.uint32),
             bits=self.bits,
             layout=layout,
         )
@@ -206,7 +211,7 @@ class KiviFormat:
         self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, layout: Layout
     ) -> ChannelPages:
         """See KVFormat."""
-        shape = (num_pages, *_middle(layout, page_size, kv_heads))
+        shape = num_pages, *by_layout(layout, page_size, kv_heads)
         groups = _groups(head_dim)
         return ChannelPages(
             k=jnp.zeros((*shape, _code_bytes(head_dim, self.k_bits)), jnp.uint8),
@@ -264,10 +269,6 @@ def get_format(name: str) -> KVFormat:
         f"no KV format {name!r}; there are {', '.join((*FORMATS, *STATIC))}, and kivi formats with "
         "_rR for R recent tokens and _sS for S first pages in bfloat16"
     )
-
-
-def _middle(layout: Layout, page_size: int, heads: int) -> tuple[int, int]:
-    return (page_size, heads) if layout == "token_major" else (heads, page_size)
 
 
 def _groups(head_dim: int) -> int:

@@ -42,12 +42,11 @@ def check_cache(cache: KVCache, spec: CacheSpec) -> None:
         for index in group.members:
             one, pages = spec.pages[index], cache.layers[index]
             dims = spec.page_size, one.kv_heads, one.head_dim
-            want = jax.eval_shape(
-                functools.partial(one.format.init_pages, spec.num_pages[g], *dims, spec.layout)
-            )
+            N = max(1, one.heads_apart) * spec.num_pages[g]
+            want = jax.eval_shape(functools.partial(one.format.init_pages, N, *dims, spec.layout))
             facts: dict[str, tuple[object, object]] = {
                 "layout": (pages.layout, spec.layout),
-                "group": (cache.groups[index], g),
+                "group": (cache.groups_of(index)[group.head], g),
                 "window": (cache.windows[cache.groups[index]], one.window),
             }
             for name, array in want.paged.items():
@@ -65,6 +64,7 @@ def check_tables(
     query_lens: np.ndarray,
     pools: Sequence[Holders],
     spec: CacheSpec,
+    dropped: np.ndarray | None = None,
 ) -> None:
     """Checks that a step may read and write through its page tables.
 
@@ -78,6 +78,7 @@ def check_tables(
       query_lens: `[B]` int32, how many of them the step writes.
       pools: who holds what, one a layer group.
       spec: of the cache.
+      dropped: `[groups, B]` int32, tokens that a group no longer has; None for none.
 
     Raises:
       ValueError: naming group, sequence and page.
@@ -85,7 +86,8 @@ def check_tables(
     for group, (table, pool) in enumerate(zip(page_tables, pools, strict=True)):
         readers: dict[int, list[int]] = {}
         written: dict[int, int] = {}
-        for b, (row, length, queries) in enumerate(zip(table, kv_lens, query_lens, strict=True)):
+        lens = kv_lens if dropped is None else kv_lens - dropped[group]
+        for b, (row, length, queries) in enumerate(zip(table, lens, query_lens, strict=True)):
             where = f"group {group}, sequence {b}"
             first_query = int(length) - int(queries)
             num_live = -(-int(length) // spec.page_size)

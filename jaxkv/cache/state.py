@@ -14,8 +14,23 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxkv.cache.choice import format_id
 from jaxkv.cache.formats import KVFormat
-from jaxkv.cache.spec import CacheSpec
+from jaxkv.cache.spec import MAX_SINK_TOKENS, CacheSpec, LayerSpec
 from pallas_kernels import AnyPages, ChannelPages, Pages
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """The queries of one layer in a step.
+
+    Attributes:
+      q: `[T, H, D]` float32, as attention takes them but for the basis of the format, times the
+        softmax's scale.
+      soft_cap: on the logits; static.
+    """
+
+    q: jax.Array
+    soft_cap: float | None = dataclasses.field(metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass
@@ -26,17 +41,24 @@ class KVCache:
     Attributes:
       layers: the pages of each layer, and behind them the exact pages of those layers whose format
         keeps some tokens exact (`CacheSpec.pages`).
-      groups: layer group of each entry of `layers`, an index into a step's page tables; static.
-      windows: window of each group; static.
+      groups: layer group of each entry of `layers`, an index into a step's page tables; where its
+        heads are apart, that of the first one, and those of the others follow; static.
+      heads_apart: of each entry (`LayerPages`); static.
+      windows, sink_tokens: of each group (`LayerSpec`); static.
       formats: of each layer; static.
       exact: of each layer, which entry of `layers` has its exact pages; None for none; static.
+      observed: None. In a step that is run for its queries' sake alone, a place for those of each
+        layer: such a step finds the K and V of its tokens in the pages, and writes nothing.
     """
 
     layers: tuple[AnyPages, ...]
     groups: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
     windows: tuple[int | None, ...] = dataclasses.field(metadata=dict(static=True))
+    sink_tokens: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
     formats: tuple[KVFormat, ...] = dataclasses.field(metadata=dict(static=True))
     exact: tuple[int | None, ...] = dataclasses.field(metadata=dict(static=True))
+    heads_apart: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+    observed: tuple[Observed | None, ...] | None = None
 
     @property
     def page_size(self) -> int:
@@ -48,9 +70,30 @@ class KVCache:
         layers = (*self.layers[:layer], pages, *self.layers[layer + 1 :])
         return dataclasses.replace(self, layers=layers)
 
+    def sink_position(self, layer: int, position: jax.Array) -> jax.Array | None:
+        """Where queries at `position` stand among the tokens that a layer keeps: their position
+        when they see its sink tokens. None for a layer without any."""
+        group = self.groups[layer]
+        window, sinks = self.windows[group], self.sink_tokens[group]
+        return None if window is None or not sinks else jnp.minimum(position, sinks + window - 1)
+
     def layers_of(self, group: int) -> tuple[int, ...]:
-        """Which entries of `layers` belong to a group."""
-        return tuple(i for i, g in enumerate(self.groups) if g == group)
+        """Which entries of `layers` have pages of a group."""
+        return tuple(i for i in range(len(self.layers)) if group in self.groups_of(i))
+
+    def groups_of(self, index: int) -> range:
+        """The groups of an entry of `layers`: one, or one a KV head."""
+        return range(self.groups[index], self.groups[index] + max(1, self.heads_apart[index]))
+
+    def observe(self) -> "KVCache":
+        """The cache for a step whose queries are wanted, and no K or V of it is written."""
+        return dataclasses.replace(self, observed=(None,) * len(self.exact))
+
+    def with_observed(self, layer: int, queries: Observed) -> "KVCache":
+        """The cache with the queries of one layer."""
+        assert self.observed is not None
+        observed = (*self.observed[:layer], queries, *self.observed[layer + 1 :])
+        return dataclasses.replace(self, observed=observed)
 
 
 @jax.tree_util.register_dataclass
@@ -79,8 +122,9 @@ def init_cache(spec: CacheSpec) -> KVCache:
 
     Raises:
       ValueError: the spec has no layer, another number of formats than of layers, another number of
-        `num_pages` than of groups, or a group without a page beside the null page; or a format does
-        not take a layer.
+        `num_pages` than of groups, or a group without a page beside the null page; heads of a layer
+        that are apart with different numbers; sink tokens
+        without a window, or more than there may be; or a format does not take a layer.
     """
     if not spec.layers:
         raise ValueError("a cache needs at least one layer")
@@ -92,23 +136,48 @@ def init_cache(spec: CacheSpec) -> KVCache:
         )
     if min(spec.num_pages) < 2:
         raise ValueError(f"num_pages = {spec.num_pages}: a group needs the null page and one more")
-    group_of = {i: g for g, group in enumerate(spec.groups) for i in group.members}
+    for layer, kv_format in zip(spec.layers, spec.formats, strict=True):
+        _check_sinks(layer, kv_format)
+    sizes: dict[int, set[int]] = {}
+    group_of: dict[int, int] = {}
+    for g, group in enumerate(spec.groups):
+        for i in group.members:
+            group_of.setdefault(i, g)
+            sizes.setdefault(i, set()).add(spec.num_pages[g])
+    if any(len(numbers) > 1 for numbers in sizes.values()):
+        raise ValueError(f"num_pages = {spec.num_pages}: heads of one layer need the same number")
     L = len(spec.layers)
     exact = {one.layer: L + i for i, one in enumerate(spec.pages[L:])}
 
     def empty(index: int) -> AnyPages:
         one, N = spec.pages[index], spec.num_pages[group_of[index]]
         dims = one.kv_heads, one.head_dim
-        return one.format.init_pages(N, spec.page_size, *dims, spec.layout)
+        return one.format.init_pages(
+            max(1, one.heads_apart) * N, spec.page_size, *dims, spec.layout
+        )
 
     indices = range(len(spec.pages))
     return KVCache(
         layers=tuple(empty(i) for i in indices),
         groups=tuple(group_of[i] for i in indices),
         windows=tuple(group.window for group in spec.groups),
+        sink_tokens=tuple(group.sink_tokens for group in spec.groups),
         formats=spec.formats,
         exact=tuple(exact.get(layer) for layer in range(L)),
+        heads_apart=tuple(one.heads_apart for one in spec.pages),
     )
+
+
+def _check_sinks(layer: LayerSpec, kv_format: KVFormat) -> None:
+    if not layer.sink_tokens:
+        return
+    if layer.window is None or not 0 < layer.sink_tokens <= MAX_SINK_TOKENS:
+        raise ValueError(
+            f"sink_tokens = {layer.sink_tokens}, window = {layer.window}: sinks are at most "
+            f"{MAX_SINK_TOKENS} and stand before a window"
+        )
+    if kv_format.exact is not None:
+        raise ValueError(f"format {kv_format.name} does not go with sink tokens before a window")
 
 
 def write(cache: KVCache, index: int, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:
@@ -147,6 +216,37 @@ def copy_pages(cache: KVCache, group: int, source: jax.Array, target: jax.Array)
     return cache
 
 
+def move_tokens(cache: KVCache, index: int, source: jax.Array, target: jax.Array) -> KVCache:
+    """Moves the K and V of tokens between slots of an entry of `cache.layers`, reads before writes.
+
+    Values are moved as they are stored, codes as codes.
+
+    Args:
+      cache: the cache.
+      index: of pages that are written a token at a time.
+      source: `[K, n]` int32, of each KV head the slots to read.
+      target: `[K, n]` int32, the slots to write; one outside the pool writes nothing.
+    """
+    pages = cache.layers[index]
+    assert not isinstance(pages, ChannelPages)
+    K, P = source.shape[0], pages.page_size
+    first = jnp.zeros(K, jnp.int32) if cache.heads_apart[index] else 2 * jnp.arange(K)
+    heads = (first[:, None] + jnp.arange(2)[None])[:, :, None]  # of K and of V
+
+    def places(slots: jax.Array) -> tuple[jax.Array, ...]:
+        page, offset = (slots // P)[:, None], (slots % P)[:, None]
+        major = pages.layout == "token_major"
+        return (page, offset, heads) if major else (page, heads, offset)
+
+    moved = {
+        name: array.at[places(target)].set(
+            array.at[places(source)].get(mode="clip"), mode="drop", wrap_negative_indices=False
+        )
+        for name, array in pages.paged.items()
+    }
+    return cache.replace_layer(index, dataclasses.replace(pages, **moved))
+
+
 def gather_dense(cache: KVCache, layer: int, page_table: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reads whole table rows of a layer as dense K and V.
 
@@ -158,9 +258,9 @@ def gather_dense(cache: KVCache, layer: int, page_table: jax.Array) -> tuple[jax
       page_table: `[B, M]` int32, of its group.
 
     Returns:
-      `(k, v)`, each `[B, M * P, K, D]`, in the dtype of pages of floats, and float32 where pages
-      are codes, in the basis in which they are stored. Slots past a sequence's length hold whatever
-      the page holds.
+      `(k, v)`, each `[B, M * P, K, D]` with the K of a page, in the dtype of pages of floats, and
+      float32 where pages are codes, in the basis in which they are stored. Slots past a sequence's
+      length hold whatever the page holds.
     """
     pages = cache.layers[layer]
     slot = jnp.arange(page_table.shape[1] * pages.page_size)

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 
 from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import PAGE_SIZES, KVRanges, check_choice
+from jaxkv.compress import Compression
 from jaxkv.engine.waiting import SCHEDULING
 from jaxkv.prefix import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes and choices of one engine. None changes a greedy token but `kv_format`, and under kivi
-    formats, whose codes go by pages, `page_size`.
+    """Sizes and choices of one engine. None changes a greedy token but `kv_format` and
+    `compression`, and under kivi formats, whose codes go by pages, `page_size`.
 
     Attributes:
       max_sequences: most sequences in a step.
@@ -24,6 +25,7 @@ class EngineConfig:
       kv_format: how K and V are stored: a format of `jaxkv.cache`, and others for some layers, as
         `kivi4,window=bf16` (`jaxkv.cache.choose_formats`).
       kv_ranges: of the model's K and V, for formats whose scales are measured beforehand.
+      compression: which tokens of a sequence are dropped, and when; None keeps all.
       deterministic: a sequence's logits have the same bits whatever else is in the batch, however
         its prompt is cut into chunks, and, kivi formats aside, whatever the page size. Slower:
         small steps are padded, and no step has more than 64 tokens.
@@ -42,6 +44,7 @@ class EngineConfig:
     max_length: int | None = None
     kv_format: str = "f32"
     kv_ranges: KVRanges | None = None
+    compression: Compression | None = None
     deterministic: bool = False
     backend: str | None = None
     prefix_cache: bool = True

@@ -32,7 +32,8 @@ from jaxkv.engine.request import (
 )
 from jaxkv.engine.sampling import Sampled, SamplingRows
 from jaxkv.engine.scheduler import Scheduler, StepPlan
-from jaxkv.engine.sequence import Sequence, mark_seen
+from jaxkv.engine.sequence import NEVER, Sequence, mark_seen
+from jaxkv.engine.shortener import Shortener
 from jaxkv.engine.sizing import cache_capacity, longest_sequence, plan_cache
 from jaxkv.engine.step import (
     ShapeTable,
@@ -110,12 +111,20 @@ class Engine:
             model, backend=self.config.backend, deterministic=self.config.deterministic
         )
         self.steps.check(model, self.config.backend, self.config.deterministic)
+        self._shortener = self._make_shortener()
         self._layouts: dict[StepShape, StepLayout] = {}  # of the shapes that were run
         self._sampling = SamplingRows(self.config.max_sequences, model.vocab_size)
         self._sequences: dict[int, Sequence] = {}
         self._parked: dict[int, list[Delta]] = {}  # of the requests of open streams
         self._next_id = 0
         self.metrics = EngineMetrics()
+
+    def _make_shortener(self) -> Shortener | None:
+        compression = self.config.compression
+        if compression is None or compression.is_window:
+            return None
+        compressor = self.steps.compressor(compression.score_method(), self._cache)
+        return Shortener(compression, compressor, self._scheduler, self._tables)
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +148,10 @@ class Engine:
         self, adapter: tuple[str, int] | None = None, cache_salt: str | None = None
     ) -> Namespace:
         """Where the index keeps the prefixes of requests with this adapter and salt."""
-        return Namespace(kv_format=format_id(self.spec.formats), adapter=adapter, salt=cache_salt)
+        compression = self.config.compression
+        method = compression.name if compression is not None and compression.is_window else ""
+        formats = format_id(self.spec.formats)
+        return Namespace(kv_format=formats, method=method, adapter=adapter, salt=cache_salt)
 
     def submit(self, request: Request, *, stepwise: bool = False) -> Completion:
         """Queues a request.
@@ -164,6 +176,10 @@ class Engine:
                 f"the prompt has {len(request.prompt)} tokens; the longest that fits is {longest} "
                 f"(the model takes {self._model.max_positions} with the answer{cache})"
             )
+        if self._shortener is not None:
+            self._shortener.check(request)
+        elif request.context is not None or request.protect:
+            raise RequestError("context and protect need an engine with a method that drops tokens")
         if request.stop_strings and (stepwise or self._detokenizer is None):
             raise RequestError("stop strings need an engine with a detokenizer, and no stepwise")
         if request.n > 1 and stepwise:
@@ -241,6 +257,8 @@ class Engine:
         tokens = np.asarray(result.sampled.token).tolist()  # waits for the step
         done = time.perf_counter()
         deltas = self._book(plan, result, tokens)
+        if self._shortener is not None:
+            self._cache = self._shortener.shorten(self._cache, plan.sequences)
         end = time.perf_counter()
         self.metrics.host_seconds += launched - start + end - done
         self._count(plan, end - start)
@@ -339,6 +357,7 @@ class Engine:
             fork_of=None if request.prompt_logprobs else fork_of,
             fork_at=len(tokens) - 1,
             stepwise=stepwise,
+            context=NEVER if self._shortener is None else request.context or len(request.prompt),
         )
         self._sequences[completion.request_id] = sequence
         self._next_id += 1
@@ -450,6 +469,7 @@ class Engine:
                 shape=shape,
                 num_groups=len(self.pools),
                 max_pages=self._tables.pages[0].shape[1],
+                shortens=self._shortener is not None,
             )
         return self._layouts[shape]
 

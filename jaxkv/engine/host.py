@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxkv.cache import CacheSpec
 from jaxkv.engine.config import EngineConfig
-from jaxkv.prefix import POLICIES, Event, PagePool, PageTables, Pins, PrefixIndex
+from jaxkv.prefix import POLICIES, Event, PagePool, PageTables, Pins, PrefixIndex, ShortenedTables
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,26 @@ class HostSide:
           max_length: tokens of the longest sequence.
           page_events: called with each page that the index stores or lets go.
         """
-        P, pools = spec.page_size, [PagePool(n) for n in spec.num_pages]
-        windows = [group.window for group in spec.groups]
+        P, compression = spec.page_size, config.compression
+        drops = compression is not None and not compression.is_window
+        make_tables = ShortenedTables if drops else PageTables
+        lookback = 0 if compression is None else compression.lookback
+        pools = [
+            PagePool(n, null=group.head * n)
+            for n, group in zip(spec.num_pages, spec.groups, strict=True)
+        ]
+        # Where methods look at queries once more, windows keep what these see.
+        windows = [
+            group.window if group.window is None else group.window + lookback
+            for group in spec.groups
+        ]
         sink_pages = [group.sink_pages for group in spec.groups]
         index = pins = None
         if config.prefix_cache:
             policy = POLICIES[config.eviction]()
             index = PrefixIndex(pools, P, windows, sink_pages, policy=policy, events=page_events)
             pins = Pins(index)
-        tables = PageTables(
+        tables = make_tables(
             pools,
             P,
             max_sequences=config.max_sequences,

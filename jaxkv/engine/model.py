@@ -41,6 +41,11 @@ class DecodeModel(Protocol):
         """
         ...
 
+    def turn(self, layer: int, x: jax.Array, by: jax.Array) -> jax.Array:
+        """Rotates `[T, heads, D]`, rotated already or not, on by `[T]` positions, as RoPE of a
+        layer does but for any factor on lengths; pure. Methods that drop tokens ask for it."""
+        ...
+
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         """Returns the logits `[R, V]` float32 of hidden states `[R, E]`; pure."""
         ...

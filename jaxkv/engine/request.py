@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxkv.compress import MAX_SPANS
+
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 256
 
@@ -102,6 +104,9 @@ class Request:
         priority or pages run out.
       adapter: name and version of the weights' adapter; prefixes are shared within one alone.
       cache_salt: prefixes are shared with requests of the same salt alone.
+      context: where the engine drops tokens, the first so many tokens of the prompt, of which some
+        are dropped before the rest is computed; None for the whole prompt.
+      protect: spans `(start, end)` of the context whose tokens are never dropped.
     """
 
     prompt: tuple[int, ...]
@@ -116,6 +121,8 @@ class Request:
     priority: int = 0
     adapter: tuple[str, int] | None = None
     cache_salt: str | None = None
+    context: int | None = None
+    protect: tuple[tuple[int, int], ...] = ()
 
     def check(self, vocab_size: int) -> None:
         """Raises RequestError where the request has no meaning for a model of V tokens."""
@@ -137,6 +144,8 @@ class Request:
             _check_type("adapter", self.adapter, tuple)
             if [type(part) for part in self.adapter] != [str, int]:
                 raise RequestError(f"adapter must be (name, version), got {self.adapter}")
+        _check_type("context", self.context, int | None)
+        _check_type("protect", self.protect, tuple)
         if not self.prompt:
             raise RequestError("the prompt is empty: at least one token is needed")
         for token in (*self.prompt, *self.stop_ids):
@@ -150,7 +159,19 @@ class Request:
             raise RequestError("a stop string is empty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise RequestError(f"logprobs must be 0 to {MAX_TOP_LOGPROBS}, got {self.logprobs}")
+        self._check_context()
         self.sampling.check()
+
+    def _check_context(self) -> None:
+        length = len(self.prompt)
+        if self.context is not None and not 1 <= self.context <= length:
+            raise RequestError(f"context must be 1 to the prompt's {length}, got {self.context}")
+        if len(self.protect) > MAX_SPANS:
+            raise RequestError(f"protect has {len(self.protect)} spans; {MAX_SPANS} are the most")
+        for span in self.protect:
+            is_pair = isinstance(span, tuple) and [type(x) for x in span] == [int, int]
+            if not is_pair or not 0 <= span[0] <= span[1] <= (self.context or length):
+                raise RequestError(f"protect must be spans (start, end) of the context, got {span}")
 
 
 class FinishReason(StrEnum):
@@ -196,6 +217,8 @@ class Completion:
       seconds: from submission to the end; None before it.
       cached_tokens: tokens that were cached when the request started.
       computed_tokens: tokens that steps computed for it, those computed again included.
+      dropped_tokens: of its tokens, how many each KV head lost so far, on average over the heads
+        and layers that lose some; those behind windows are not counted.
       samples: the further answers, where the request asked for more than one.
     """
 
@@ -213,6 +236,7 @@ class Completion:
     seconds: float | None = None
     cached_tokens: int = 0
     computed_tokens: int = 0
+    dropped_tokens: float = 0.0
     samples: list["Completion"] = field(default_factory=list)
 
 

@@ -9,7 +9,7 @@ gives up its row and starts again later, from what is then still cached of it.
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jaxkv.engine.sequence import Sequence
 from jaxkv.engine.waiting import WaitingQueue
-from jaxkv.prefix import OutOfPages, PageTables, PrefixIndex, common_length
+from jaxkv.prefix import OutOfPages, PageTables, PrefixIndex, ShortenedTables, common_length
 
 
 def int32(values: Iterable[int]) -> NDArray[np.int32]:
@@ -135,7 +135,7 @@ class Scheduler:
         self._add_decoding(draft, decoding[: draft.budget])
         for sequence in [sequence for sequence in ready if sequence.num_uncomputed > 1]:
             if sequence.row is not None and draft.budget:
-                num_tokens = min(sequence.num_uncomputed, draft.budget)
+                num_tokens = sequence.share(draft.budget)
                 draft.add(sequence, num_tokens)
                 self._make_room(sequence, sequence.num_computed + num_tokens, draft)
         if self.num_preemptions == num_preemptions:  # whoever had to go would only come back
@@ -158,8 +158,9 @@ class Scheduler:
     def _advance_prompt(self, sequence: Sequence) -> None:
         done = sequence.num_computed
         sequence.in_prompt = done < sequence.num_prompt
-        # The last page of a prompt too: who reads it does not read what comes behind.
-        self._publish(sequence, done - done % self._page_size if sequence.in_prompt else done)
+        # The last page of a prompt or context too: who reads it does not read what comes behind.
+        goes_on = sequence.in_prompt and done != sequence.shorten_at
+        self._publish(sequence, done - done % self._page_size if goes_on else done)
 
     @property
     def _page_size(self) -> int:
@@ -170,14 +171,36 @@ class Scheduler:
             return
         draft.shares = dict.fromkeys(decoding, 1)
         draft.budget -= len(decoding)
-        # The last tokens of the others go to pages that they have.
-        beginning = [s for s in decoding if (len(s.tokens) - 1) % self._page_size == 0]
+        beginning = decoding
+        if self._tables.dropped is None:  # the last tokens of the others go to pages that they have
+            beginning = [s for s in decoding if (len(s.tokens) - 1) % self._page_size == 0]
         rows = [sequence.row for sequence in beginning if sequence.row is not None]
         lengths = [len(sequence.tokens) for sequence in beginning]
         for place in self._tables.grow_lacking(rows, lengths):
             sequence = beginning[place]
             if sequence.row is not None:  # not preempted for the sake of an earlier one
                 self._make_room(sequence, len(sequence.tokens), draft)
+
+    def shorten(self, sequence: Sequence, lens: Mapping[int, int]) -> bool:
+        """Gives a running sequence pages for fewer tokens, preempting those that count less, or
+        itself.
+
+        Args:
+          sequence: with all its tokens computed up to where some are dropped.
+          lens: by layer group, how many are left.
+
+        Returns:
+          Whether it has them; not where it was preempted.
+        """
+        tables = self._tables
+        assert isinstance(tables, ShortenedTables)
+        while sequence.row is not None:
+            try:
+                tables.shorten(sequence.row, sequence.num_computed, lens)
+                return True
+            except OutOfPages:
+                self._preempt_least(_Draft(0))
+        return False
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: "_Draft") -> None:
         """Grows a running sequence, preempting those that count less, or itself."""
@@ -186,10 +209,11 @@ class Scheduler:
                 self._tables.grow(sequence.row, num_tokens)
                 return
             except OutOfPages:
-                least = min(
-                    enumerate(self.running), key=lambda pair: (pair[1].request.priority, -pair[0])
-                )
-                self._preempt(least[1], draft)
+                self._preempt_least(draft)
+
+    def _preempt_least(self, draft: "_Draft") -> None:
+        least = min(enumerate(self.running), key=lambda pair: (pair[1].request.priority, -pair[0]))
+        self._preempt(least[1], draft)
 
     def _preempt(self, sequence: Sequence, draft: "_Draft") -> None:
         draft.drop(sequence)
@@ -210,7 +234,7 @@ class Scheduler:
         """Gives a waiting sequence a row and its share of the step; False where pages lack."""
         self._fill_row(sequence)
         assert sequence.row is not None
-        num_tokens = min(sequence.num_uncomputed, draft.budget)
+        num_tokens = sequence.share(draft.budget)
         try:
             self._tables.grow(sequence.row, sequence.num_computed + num_tokens)
         except OutOfPages:
@@ -229,7 +253,7 @@ class Scheduler:
 
     def _fill_row(self, sequence: Sequence) -> None:
         """Opens a row with as much of a sequence as is computed already, but for its last token."""
-        tables, parent, most = self._tables, sequence.fork_of, len(sequence.tokens) - 1
+        tables, parent, most = self._tables, sequence.fork_of, sequence.num_findable
         if parent is not None and parent.row is not None:
             at = min(sequence.fork_at, most)
             if tables.can_fork(parent.row, at):
@@ -258,12 +282,12 @@ class Scheduler:
                 return True
         if self._index is None or not sequence.reads_cache:
             return False
-        most = len(sequence.tokens) - 1
+        most = sequence.num_findable
         packed, cached = sequence.packed(most), self._cached_tokens(sequence)
         for other in self.running:
             if not other.in_prompt or other.namespace != sequence.namespace:
                 continue
-            limit = min(most, other.num_prompt)
+            limit = min(most, other.num_prompt, other.context)
             common = common_length(other.packed(limit), packed, 0, most)
             if common >= cached + self._page_size and other.num_computed < common:
                 return True
@@ -277,13 +301,15 @@ class Scheduler:
         version = counters.stored_pages + counters.evicted_pages
         known = self._cached.get(sequence)
         if known is None or known[0] != version:
-            packed = sequence.packed(len(sequence.tokens) - 1)
+            packed = sequence.packed(sequence.num_findable)
             known = version, self._index.probe(packed, sequence.namespace)
             self._cached[sequence] = known
         return known[1]
 
     def _publish(self, sequence: Sequence, num_tokens: int) -> None:
         assert sequence.row is not None
+        if sequence.kept is not None:  # what is left of it is no prefix
+            return
         self._tables.publish(
             sequence.row,
             sequence.packed(num_tokens),

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxkv.compress import Kept
 from jaxkv.engine.request import Completion, FinishReason, Request
 from jaxkv.engine.stopping import AnswerText
 from jaxkv.prefix import Namespace
+
+NEVER = 1 << 60  # tokens that no sequence has
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -39,6 +42,10 @@ class Sequence:
       paused: it takes no part in steps until it is resumed.
       was_preempted: it had to give its row up, and goes before those that have not started.
       arrival: see `WaitingQueue`.
+      context: its first tokens, after which some are dropped; NEVER where none are.
+      shorten_at: the number of computed tokens after which some are dropped next.
+      shortened_at: the one after which some were dropped last; 0 before.
+      kept: which were left then; None where all are there.
     """
 
     request: Request
@@ -61,9 +68,14 @@ class Sequence:
     paused: bool = False
     was_preempted: bool = False
     arrival: int = 0
+    context: int = NEVER
+    shorten_at: int = field(init=False)
+    shortened_at: int = 0
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         self.num_uncomputed = len(self.tokens)
+        self.shorten_at = self.context
         self.is_reported = self.request.logprobs is not None or self.request.keep_logits
 
     @property
@@ -75,6 +87,16 @@ class Sequence:
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
         return self.completion.prompt_tokens
+
+    @property
+    def num_findable(self) -> int:
+        """Tokens that may be found computed: the last one is not wanted, and behind the context
+        none is of use."""
+        return min(len(self.tokens), self.context) - 1
+
+    def share(self, budget: int) -> int:
+        """How many of its uncomputed tokens the next step may compute, under a budget."""
+        return min(self.num_uncomputed, budget, self.shorten_at - self.num_computed)
 
     @property
     def is_finished(self) -> bool:
@@ -97,6 +119,7 @@ class Sequence:
         self.completion.computed_tokens += self.num_computed - self.num_found
         self.row, self.num_found, self.sources = None, 0, ()
         self.num_uncomputed = len(self.tokens)
+        self.shorten_at, self.shortened_at, self.kept = self.context, 0, None
 
     def packed(self, num_tokens: int) -> bytes:
         """The first `num_tokens` tokens as the prefix index takes them."""

@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from jaxkv.attention import preferred_layout
+from jaxkv.attention import preferred_layout, stored_layers
 from jaxkv.cache import (
     CacheSpec,
     LayerGroup,
@@ -28,11 +28,16 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
     is for windows that later requests go on from.
 
     Raises:
-      ValueError: the formats do not fit the model (`jaxkv.cache.choose_formats`).
+      ValueError: the formats do not fit the model (`jaxkv.cache.choose_formats`), or the method
+        does not go with both (`jaxkv.compress.Compression.check`).
     """
-    P = config.page_size
-    formats = choose_formats(config.kv_format, model.layers, config.kv_ranges)
-    groups = group_pages(layer_pages(model.layers, formats))
+    P, layers, split_heads = config.page_size, stored_layers(model.layers), False
+    formats = choose_formats(config.kv_format, layers, config.kv_ranges)
+    if config.compression is not None:
+        config.compression.check(layers, formats)
+        layers = config.compression.layers(layers)
+        split_heads = config.compression.splits_heads
+    groups = group_pages(layer_pages(layers, formats, split_heads=split_heads))
 
     def most_pages(group: LayerGroup) -> int | float:
         if group.window is None:
@@ -42,11 +47,12 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
     def spec(num_pages: int) -> CacheSpec:
         """With so many pages for the tokens of a full group, the null page not among them."""
         return CacheSpec(
-            layers=model.layers,
+            layers=layers,
             page_size=P,
             num_pages=tuple(int(min(num_pages, most_pages(group))) + 1 for group in groups),
             formats=formats,
             layout=preferred_layout(),
+            split_heads=split_heads,
         )
 
     if config.pool_tokens is not None:
@@ -110,6 +116,10 @@ def longest_sequence(model: DecodeModel, config: EngineConfig, spec: CacheSpec) 
     """Tokens of the longest sequence, prompt and answer, that an engine takes."""
     capacity = cache_capacity(spec, config)
     longest = _asked_length(model, config)
+    compression = config.compression
+    if compression is not None and compression.is_window:
+        # No two tokens that see each other are farther apart than the window is wide.
+        longest = config.max_length or longest
     return longest if capacity is None else min(longest, capacity)
 
 
@@ -120,4 +130,6 @@ def _asked_length(model: DecodeModel, config: EngineConfig) -> int:
 def _sliding_pages(group: LayerGroup, config: EngineConfig) -> int:
     """Most pages that a window, a chunk and the sinks of one sequence touch."""
     assert group.window is not None
-    return -(-(group.window + config.token_budget) // config.page_size) + 1 + group.sink_pages
+    lookback = 0 if config.compression is None else config.compression.lookback
+    tokens = group.window + lookback + config.token_budget
+    return -(-tokens // config.page_size) + 1 + group.sink_pages

@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, copy_pages
+from jaxkv.compress import Compressor, ScoreMethod
 from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.sampling import (
     NUM_CONTROLS,
@@ -135,11 +136,13 @@ class StepLayout:
       shape: of the step.
       num_groups: layer groups.
       max_pages: M.
+      shortens: sequences lose tokens (`StepInputs.dropped`).
     """
 
     shape: StepShape
     num_groups: int
     max_pages: int
+    shortens: bool = False
 
     @property
     def size(self) -> int:
@@ -151,7 +154,8 @@ class StepLayout:
 
         Returns:
           tokens `[T]`, kv_lens `[B]`, query_starts `[B + 1]`, controls `[B, NUM_CONTROLS]` of
-          sampling, want_top `[1]`, page_tables `[num_groups, B, M]`.
+          sampling, want_top `[1]`, page_tables `[num_groups, B, M]`, and where sequences lose
+          tokens dropped `[num_groups, B]`.
         """
         return {name: buffer[span].reshape(shape) for name, span, shape in self._spans}
 
@@ -166,6 +170,8 @@ class StepLayout:
             "want_top": (1,),
             "page_tables": (self.num_groups, B, self.max_pages),
         }
+        if self.shortens:
+            shapes["dropped"] = (self.num_groups, B)
         ends = list(accumulate(map(math.prod, shapes.values()), initial=0))
         spans = starmap(slice, pairwise(ends))
         return [
@@ -201,6 +207,8 @@ def build_buffer(
     parts["want_top"][0] = plan.wants_logprobs
     for part, table in zip(parts["page_tables"], tables.pages, strict=True):
         np.take(table, rows, axis=0, out=part[:n], mode="clip")
+    if tables.dropped is not None:
+        parts["dropped"][:, :n] = tables.dropped[:, rows]
     return buffer
 
 
@@ -220,7 +228,7 @@ class StepResult:
 
 
 class StepFunctions:
-    """The compiled functions of one model: `run`, `copy` and `prompt_logprobs`."""
+    """The compiled functions of one model: `run`, `copy`, `prompt_logprobs` and `compressor`'s."""
 
     def __init__(self, model: DecodeModel, *, backend: str | None, deterministic: bool):
         min_rows = DETERMINISTIC_ROWS if deterministic else 1
@@ -234,6 +242,7 @@ class StepFunctions:
                 kv_lens=parts["kv_lens"],
                 query_starts=parts["query_starts"],
                 page_tables=tuple(parts["page_tables"]),
+                dropped=parts.get("dropped"),
             )
             sampling = SamplingInputs.unpack(parts["controls"], seen, parts["want_top"][0] != 0)
             attention = AttentionBackend(name=backend, query_tile=layout.shape.query_tile)
@@ -272,6 +281,15 @@ class StepFunctions:
         self._prompt_logprobs: Callable[..., jax.Array] = jax.jit(prompt_logprobs)
         self._choices = (backend, deterministic)
         self._model = model
+        self._compressors: dict[str, Compressor] = {}
+
+    def compressor(self, method: ScoreMethod, cache: KVCache) -> Compressor:
+        """The functions that drop tokens by a method, made once."""
+        if method.name not in self._compressors:
+            backend = self._choices[0]
+            compressor = Compressor(self._model, cache, method, backend=backend)
+            self._compressors[method.name] = compressor
+        return self._compressors[method.name]
 
     def check(self, model: DecodeModel, backend: str | None, deterministic: bool) -> None:
         """Raises ValueError where these are other functions than an engine needs."""

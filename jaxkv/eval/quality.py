@@ -1,12 +1,11 @@
-"""A text's log-probabilities through paged caches of several formats, beside the full one's.
+"""How near a cache's output is to the full one's: distances that the field reports for caches.
 
-One sequence is computed in chunks, in every cache alike: what the engine does with a long prompt.
-Distances are those that the field reports for caches: perplexity, KL(full || compressed) of each
-next-token distribution, and how often the likeliest token is the same. Not here: text, models,
-tables (the scripts have them).
+Perplexity, KL(full || compressed) of each next-token distribution, and how often the likeliest
+token is the same. Not here: how a text is computed (`paged_text`), text, models, tables (the
+scripts have them).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,31 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import AttentionBackend, StepInputs, preferred_layout
-from jaxkv.cache import (
-    CacheSpec,
-    KVCache,
-    KVFormat,
-    KVRanges,
-    choose_formats,
-    gather_dense,
-    group_pages,
-    init_cache,
-    layer_pages,
-)
+from jaxkv.cache import choose_formats
 from jaxkv.engine.model import DecodeModel
+from jaxkv.eval.paged_text import OnChunk, Reading, Setting, nothing, read
 
 LOGIT_ROWS = 64  # at once: those of a chunk would be larger than the model
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How one cache does on a text of n tokens.
+    """How one cache does on a text of n tokens, c of them context (0 where there is none).
 
     Attributes:
-      perplexity: exp of the mean negative log-probability of tokens 1 .. n - 1.
+      perplexity: exp of the mean negative log-probability of tokens c + 1 .. n - 1.
       stderr: of that mean, nats.
-      kl_mean, kl_p99, kl_max: KL(full || this) of the distributions after tokens 0 .. n - 2, nats.
+      kl_mean, kl_p99, kl_max: KL(full || this) of the distributions after tokens c .. n - 2, nats.
       top1: share of them with the same likeliest token as the full cache's.
       nbytes: of all pages that the sequence holds at its end, parameters included.
     """
@@ -52,149 +41,86 @@ class Quality:
     nbytes: int
 
 
-class PagedText:
-    """One sequence in a cache of its own, computed chunk by chunk."""
-
-    def __init__(
-        self,
-        model: DecodeModel,
-        formats: tuple[KVFormat, ...],
-        *,
-        num_tokens: int,
-        page_size: int,
-        chunk: int,
-    ):
-        """Makes an empty cache for `num_tokens` tokens, to be computed `chunk` at a time."""
-        groups = group_pages(layer_pages(model.layers, formats))
-        num_pages = -(-num_tokens // page_size)
-        self.spec = CacheSpec(
-            layers=model.layers,
-            page_size=page_size,
-            num_pages=(num_pages + 1,) * len(groups),
-            formats=formats,
-            layout=preferred_layout(),
-        )
-        self.cache = init_cache(self.spec)
-        self.table = jnp.arange(1, num_pages + 1, dtype=jnp.int32)[None]
-        self._length, self._chunk, self._model = 0, chunk, model
-
-        def step(params: Any, cache: KVCache, inputs: StepInputs) -> tuple[jax.Array, KVCache]:
-            return model.forward(params, cache, inputs, AttentionBackend())
-
-        self._step: Callable[..., tuple[jax.Array, KVCache]] = jax.jit(
-            step, donate_argnames="cache"
-        )
-
-    def push(self, tokens: Sequence[int]) -> jax.Array:
-        """Computes the next tokens, at most a chunk; returns their hidden states `[chunk, E]`."""
-        n = len(tokens)
-        padded = np.zeros(self._chunk, np.int32)
-        padded[:n] = tokens
-        self._length += n
-        inputs = StepInputs(
-            tokens=jnp.asarray(padded),
-            kv_lens=jnp.array([self._length], jnp.int32),
-            query_starts=jnp.array([0, n], jnp.int32),
-            page_tables=(self.table,) * len(self.spec.groups),
-        )
-        hidden, self.cache = self._step(self._model.params, self.cache, inputs)
-        return hidden
-
-
 def measure(
     model: DecodeModel,
     tokens: Sequence[int],
-    choices: Mapping[str, tuple[KVFormat, ...]],
+    choices: Mapping[str, Setting],
     *,
     page_size: int,
+    context: int = 0,
     chunk: int = 64,
-    on_chunk: Callable[[int], object] = lambda num_tokens: None,
+    on_chunk: OnChunk = nothing,
 ) -> dict[str, Quality]:
     """Measures caches on a text, beside one of float32.
 
     Args:
       model: the decoder.
-      tokens: of the text, two at least.
-      choices: the formats of each layer, by a name.
-      page_size: P.
-      chunk: tokens that are computed at once.
-      on_chunk: called with the number of tokens of each chunk that is done.
+      tokens: of the text, two behind the context at least.
+      choices: settings by a name.
+      page_size, context, chunk, on_chunk: see `read`.
 
     Returns:
       By the names of `choices`, and `f32` for the full cache.
 
     Raises:
-      ValueError: fewer than two tokens, or more than the model takes.
+      ValueError: fewer than two tokens behind the context, or more than the model takes, or a
+        setting that does not fit.
     """
-    if len(tokens) < 2:
+    if len(tokens) - context < 2:
         raise ValueError("a text of two tokens at least is needed")
-    _check_length(model, tokens)
-    sizes = dict(num_tokens=len(tokens), page_size=page_size, chunk=chunk)
-    full = PagedText(model, choose_formats("f32", model.layers), **sizes)
-    texts = {"f32": full} | {
-        name: PagedText(model, formats, **sizes) for name, formats in choices.items()
+    full = Setting(formats=choose_formats("f32", model.layers))
+    readings = {
+        name: read(
+            model,
+            tokens,
+            setting,
+            page_size=page_size,
+            context=context,
+            chunk=chunk,
+            on_chunk=on_chunk,
+        )
+        for name, setting in ({"f32": full} | dict(choices)).items()
     }
+    targets = tokens[context + 1 :]
+    return {
+        name: compare((model, reading), (model, readings["f32"]), targets)
+        for name, reading in readings.items()
+    }
+
+
+def compare(
+    own: tuple[DecodeModel, Reading], full: tuple[DecodeModel, Reading], targets: Sequence[int]
+) -> Quality:
+    """Distance of one reading of a text from another one.
+
+    Args:
+      own: a model and what it made of the text.
+      full: the same of what it is measured against; models may differ, vocabularies may not.
+      targets: the tokens after the first one behind the context.
+    """
+    models = own[0], full[0]
 
     @jax.jit
     def distances(
-        params: Any, own: jax.Array, full: jax.Array, targets: jax.Array
+        params: tuple[Any, Any], hidden: tuple[jax.Array, jax.Array], labels: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        own, full = (jax.nn.log_softmax(model.logits(params, rows)) for rows in (own, full))
-        loss = -jnp.take_along_axis(own, targets[:, None], axis=-1)[:, 0]
-        divergence = (jnp.exp(full) * (full - own)).sum(axis=-1)
-        return loss, divergence, own.argmax(axis=-1) == full.argmax(axis=-1)
+        here, there = (
+            jax.nn.log_softmax(model.logits(own_params, rows))
+            for model, own_params, rows in zip(models, params, hidden, strict=True)
+        )
+        loss = -jnp.take_along_axis(here, labels[:, None], axis=-1)[:, 0]
+        divergence = (jnp.exp(there) * (there - here)).sum(axis=-1)
+        return loss, divergence, here.argmax(axis=-1) == there.argmax(axis=-1)
 
-    found: dict[str, list[np.ndarray]] = {name: [] for name in texts}
-    for start in range(0, len(tokens), chunk):
-        part, targets = tokens[start : start + chunk], tokens[start + 1 : start + chunk + 1]
-        hidden = {name: text.push(part) for name, text in texts.items()}
-        for first in range(0, len(targets), LOGIT_ROWS):
-            labels = np.zeros(LOGIT_ROWS, np.int32)
-            here = targets[first : first + LOGIT_ROWS]
-            labels[: len(here)] = here
-            for name, rows in hidden.items():
-                pair = (_rows(x, first) for x in (rows, hidden["f32"]))
-                result = distances(model.params, *pair, labels)
-                found[name].append(np.array(result, np.float64)[:, : len(here)])
-        on_chunk(len(part))
-    return {
-        name: _summary(np.concatenate(parts, axis=1), texts[name].spec.sequence_bytes(len(tokens)))
-        for name, parts in found.items()
-    }
-
-
-def kv_ranges(
-    model: DecodeModel,
-    tokens: Sequence[int],
-    *,
-    chunk: int = 64,
-    on_chunk: Callable[[int], object] = lambda num_tokens: None,
-) -> KVRanges:
-    """The largest magnitudes of K and V that a model makes of a text, by layer and head.
-
-    Raises:
-      ValueError: no tokens, more than the model takes, or a range that none can be (`KVRanges`).
-    """
-    if not tokens:
-        raise ValueError("a text of one token at least is needed")
-    _check_length(model, tokens)
-    formats, page_size = choose_formats("f32", model.layers), 64
-    text = PagedText(model, formats, num_tokens=len(tokens), page_size=page_size, chunk=chunk)
-    for start in range(0, len(tokens), chunk):
-        part = tokens[start : start + chunk]
-        text.push(part)
-        on_chunk(len(part))
-    largest = []
-    for layer in range(len(model.layers)):
-        k, v = gather_dense(text.cache, layer, text.table)
-        heads = [jnp.abs(x[0, : len(tokens)]).max(axis=(0, 2)) for x in (k, v)]
-        largest.append(tuple(jnp.stack(heads, axis=1).reshape(-1).tolist()))
-    return KVRanges(tuple(largest))
-
-
-def _check_length(model: DecodeModel, tokens: Sequence[int]) -> None:
-    if len(tokens) > model.max_positions:
-        raise ValueError(f"{len(tokens)} tokens; the model takes {model.max_positions} at most")
+    params = own[0].params, full[0].params
+    found = []
+    for first in range(0, len(targets), LOGIT_ROWS):
+        labels = np.zeros(LOGIT_ROWS, np.int32)
+        here = targets[first : first + LOGIT_ROWS]
+        labels[: len(here)] = here
+        hidden = _rows(own[1].hidden, first), _rows(full[1].hidden, first)
+        found.append(np.array(distances(params, hidden, labels), np.float64)[:, : len(here)])
+    return _summary(np.concatenate(found, axis=1), own[1].nbytes)
 
 
 def _rows(hidden: jax.Array, first: int) -> jax.Array:

@@ -14,4 +14,5 @@ from jaxkv.prefix.policies import POLICIES as POLICIES
 from jaxkv.prefix.policies import EvictionPolicy as EvictionPolicy
 from jaxkv.prefix.pool import OutOfPages as OutOfPages
 from jaxkv.prefix.pool import PagePool as PagePool
+from jaxkv.prefix.shortened import ShortenedTables as ShortenedTables
 from jaxkv.prefix.tables import PageTables as PageTables

@@ -40,14 +40,14 @@ def check_integrity(
     for g, pool in enumerate(index.pools):
         pool.check_integrity()
         held = Counter(page for holder in holders for page in holder[g] if page)
-        for page in range(1, pool.capacity + 1):
+        for page in pool.pages:
             state = (kept[g][page], held[page])
             booked = pool.state(page)
             if state != booked:
                 raise ValueError(
                     f"group {g}, page {page}: kept and held {state} times, the pool says {booked}"
                 )
-        num_free = sum(1 for p in range(1, pool.capacity + 1) if not kept[g][p] and not held[p])
+        num_free = sum(1 for p in pool.pages if not kept[g][p] and not held[p])
         num_cached = sum(1 for page in kept[g] if not held[page])
         if (pool.num_free, pool.num_cached) != (num_free, num_cached):
             raise ValueError(f"group {g}: {num_free} pages are free and {num_cached} cached")

@@ -41,12 +41,14 @@ class Namespace:
     Attributes:
       model: whose K and V these are; another set of weights is another model.
       kv_format: how they are stored, rotation and scales included.
+      method: which tokens they were computed from, where not from all before them: a window's name.
       adapter: of the weights, a name and a version; None is the bare model.
       salt: secret of a tenant, who then shares with nobody else; None is public.
     """
 
     model: str = ""
     kv_format: str = ""
+    method: str = ""
     adapter: tuple[str, int] | None = None
     salt: str | None = None
 

@@ -24,17 +24,23 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """The states of pages 1 .. N - 1.
+    """The states of pages 1 .. N - 1, or of the next N - 1 behind another page.
 
     Freed pages are handed out again last in, first out, while their memory is likely to be warm.
 
     Attributes:
       capacity: pages that can be held at once, N - 1.
+      pages: their ids.
       num_cached: pages in that state; with `num_free` and `num_held` they add up to `capacity`.
     """
 
-    def __init__(self, num_pages: int):
+    def __init__(self, num_pages: int, *, null: int = 0):
         """Makes a pool of N pages, the null page included; all others are free.
+
+        Args:
+          num_pages: N.
+          null: id of the null page; the others follow it. Where several pools have pages of one
+            array, the null page of each stands before its own.
 
         Raises:
           ValueError: N leaves no page beside the null page.
@@ -42,8 +48,10 @@ class PagePool:
         if num_pages < 2:
             raise ValueError(f"N = {num_pages}: a pool needs the null page and at least one more")
         self.capacity = num_pages - 1
-        self._state = [0] * num_pages
-        self._free = list(range(self.capacity, 0, -1))
+        self.pages = range(null + 1, null + num_pages)
+        self._null, self._last = null, null + num_pages - 1
+        self._state = [0] * (null + num_pages)
+        self._free = list(reversed(self.pages))
         self.num_cached = 0
 
     @property
@@ -74,7 +82,7 @@ class PagePool:
         Raises:
           ValueError: an id that is unknown or null.
         """
-        if not 1 <= page <= self.capacity:
+        if not self._null < page <= self._last:
             self._refuse(page, "")
         holders, kept = divmod(self._state[page], _HOLDER)
         return kept, holders
@@ -181,10 +189,10 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Raises ValueError unless counters and free list agree with the state of every page."""
-        if self._state[0] or min(self._state) < 0:
+        if any(self._state[: self._null + 1]) or min(self._state) < 0:
             raise ValueError("the null page is held or kept, or a count is negative")
         listed = sorted(self._free)
-        free = [page for page, state in enumerate(self._state) if page and not state]
+        free = [page for page in self.pages if not self._state[page]]
         if listed != free:
             raise ValueError(f"free list {listed} differs from the free pages {free}")
         if self.num_cached != self._state.count(_KEPT):
@@ -192,8 +200,8 @@ class PagePool:
 
     def _check_ids(self, pages: Sequence[int]) -> None:
         """Raises ValueError where an id is no page of the pool."""
-        if pages and not (min(pages) > 0 and max(pages) <= self.capacity):
-            self._refuse(next(page for page in pages if not 1 <= page <= self.capacity), "")
+        if pages and not (min(pages) > self._null and max(pages) <= self._last):
+            self._refuse(next(page for page in pages if page not in self.pages), "")
 
     def _undo(self, pages: Sequence[int], rest: Iterator[int], change: int) -> None:
         """Takes a change back from the pages before the one at fault, the last out of `rest`."""
@@ -201,8 +209,8 @@ class PagePool:
             self._state[page] += change
 
     def _refuse(self, page: int, problem: str) -> NoReturn:
-        if page == 0:
-            raise ValueError("page 0 is the null page")
-        if not 1 <= page <= self.capacity:
-            raise ValueError(f"no page {page}: ids are 1 to {self.capacity}")
+        if page == self._null:
+            raise ValueError(f"page {page} is the null page")
+        if page not in self.pages:
+            raise ValueError(f"no page {page}: ids are {self._null + 1} to {self._last}")
         raise ValueError(f"page {page} {problem}")

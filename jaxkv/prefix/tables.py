@@ -36,6 +36,7 @@ class PageTables:
       pages: in each group `[R, M]` int32, to be read; 0 where a row holds no page.
       num_pages: `[R]`, logical pages up to a row's last; earlier ones of a sliding group may be
         gone.
+      dropped: None: rows lose no tokens but behind windows. See `ShortenedTables`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PageTables:
         self.page_size = page_size
         self.pages = tuple(np.zeros((max_sequences, max_pages), np.int32) for _ in pools)
         self.num_pages = np.zeros(max_sequences, np.int64)
+        self.dropped: NDArray[np.int32] | None = None
         self._max_pages = max_pages
         self._index = index
         self._pins = pins

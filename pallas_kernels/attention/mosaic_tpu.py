@@ -17,13 +17,18 @@ row's sums are cut at the same places whatever surrounds it.
 Where each sequence has one query, a tile is one row of G heads; longer ones are cut into tiles of
 many rows, in a call of the kernel of their own.
 
-Codes come with the scales of their page by a second DMA; fixed scales go into the queries and the
-output. Scales multiply logits and weights, a number a key, not the codes. Source: FlashAttention-2,
-arXiv 2307.08691; the pipeline of pages is that of Ragged Paged Attention, arXiv 2604.15464.
+A row of a page is K and V of a token and head, side by side. Where they share registers, the row is
+an operand of both products as it is: q is 0 in V's lanes, and K's lanes of the output are dropped.
+
+Codes come with the parameters of their page by a second DMA; fixed scales go into the queries and
+the output. Parameters multiply logits and weights, a number a key, not the codes. Source:
+FlashAttention-2, arXiv 2307.08691; the pipeline of pages is that of Ragged Paged Attention, arXiv
+2604.15464.
 """
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,12 +45,12 @@ from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.attention.tiles import Tiles
 from pallas_kernels.attention.tuning import BlockSizes, Tile
 from pallas_kernels.pages import Pages
-from pallas_kernels.quantised_pages import AnyPages, SymmetricPages
+from pallas_kernels.quantised_pages import AffinePages, AnyPages, SymmetricPages
 
 LANES, SUBLANES = 128, 8
 LOG2_E = math.log2(math.e)
 MAX_TABLE_WIDTH = 1 << 16  # page ids of a sequence: two rows of them must fit into SMEM
-KernelPages = Pages | SymmetricPages
+KernelPages = Pages | SymmetricPages | AffinePages
 Ref = Any
 Scalar = jax.Array | int  # int32, traced where it is an array
 
@@ -54,8 +59,8 @@ def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
     """Why these arrays cannot be taken, or None."""
     if not isinstance(pages, KernelPages):
         return f"{type(pages).__name__} are not read yet"
-    if pages.layout != "head_major":
-        return "pages must be head-major"
+    if pages.layout != "paired":
+        return "pages must be paired"
     if jnp.float16 in (q.dtype, pages.kv.dtype):  # no type of codes either
         return "float16 is no type of a TPU's vector unit"
     if pages.page_size % SUBLANES:
@@ -96,6 +101,9 @@ class _Plan:
     """Static sizes of a call of the kernel.
 
     Attributes:
+      row_size: elements of a page's row that are K, and V: D, less where bytes hold several codes.
+      parts: codes of a byte, or 1; channels `[p row_size, (p + 1) row_size)` are part p.
+      affine: codes have a minimum, too.
       rows: R, query rows of a tile times G, rounded up.
       block_tokens: keys of a block.
       num_buffers, heads_ahead: see `BlockSizes`.
@@ -105,7 +113,9 @@ class _Plan:
     """
 
     num_kv_heads: int
-    head_dim: int
+    row_size: int
+    parts: int
+    affine: bool
     page_size: int
     rows: int
     block_tokens: int
@@ -125,7 +135,9 @@ class _Plan:
         sizes = _sizes(pages, kind)
         return cls(
             num_kv_heads=K,
-            head_dim=pages.head_dim,
+            row_size=pages.row_size,
+            parts=pages.head_dim // pages.row_size,
+            affine=isinstance(pages, AffinePages),
             page_size=pages.page_size,
             rows=_round_up(tile * (q.shape[1] // K), SUBLANES),
             block_tokens=block_tokens(pages, kind),
@@ -140,11 +152,34 @@ class _Plan:
     def pages_per_block(self) -> int:
         return self.block_tokens // self.page_size
 
+    @property
+    def k_lanes(self) -> range:
+        """Lanes of a row in whole registers that have all of K, or to the row's end."""
+        return range(min(_round_up(self.row_size, LANES), 2 * self.row_size))
+
+    @property
+    def v_lanes(self) -> range:
+        """The same of V, which ends a row."""
+        return range(self.row_size // LANES * LANES, 2 * self.row_size)
+
+    def spread(self, q: jax.Array) -> jax.Array:
+        """Puts `[..., D]` where the lanes of K are, 0 elsewhere: `[..., parts * len(k_lanes)]`."""
+        q = q.reshape(*q.shape[:-1], self.parts, self.row_size)
+        unused = len(self.k_lanes) - self.row_size
+        q = jnp.pad(q, [*[(0, 0)] * (q.ndim - 1), (0, unused)])
+        return q.reshape(*q.shape[:-2], -1)
+
+    def gather(self, out: jax.Array) -> jax.Array:
+        """Takes `[..., D]` out of `[..., parts * len(v_lanes)]`."""
+        out = out.reshape(*out.shape[:-1], self.parts, len(self.v_lanes))
+        out = out[..., len(self.v_lanes) - self.row_size :]
+        return out.reshape(*out.shape[:-2], self.parts * self.row_size)
+
 
 def block_tokens(pages: KernelPages, tile: Tile) -> int:
     """Keys of a block, for the chip that is compiled for."""
     step = math.lcm(pages.page_size, LANES)  # whole pages and whole registers
-    token = 2 * pages.num_kv_heads * _round_up(pages.head_dim, LANES) * pages.kv.dtype.itemsize
+    token = pages.num_kv_heads * _round_up(2 * pages.row_size, LANES) * pages.kv.dtype.itemsize
     sizes = _sizes(pages, tile)
     # An eighth of the fast memory for a buffer leaves room for tiles of queries.
     most = min(sizes.block_bytes, tuning.vmem_bytes() // 8) // token
@@ -188,6 +223,7 @@ def _attend(
     grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
     unused = R - tile * G
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, unused), (0, 0))).astype(plan.dtype)
+    grouped = plan.spread(grouped)
     bounds = jnp.pad(jnp.repeat(bounds, G, axis=1), ((0, 0), (0, unused), (0, 0)))
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
     sink = jnp.broadcast_to(sink.reshape(K, 1, G), (K, tile, G)).reshape(K, tile * G)
@@ -197,7 +233,7 @@ def _attend(
     out, lse = _call(plan, tiles, scalars, grouped, bounds, sink, table, pages, q.dtype)
 
     index = tiles.place_of(ragged, T, tile)
-    out = out[:, :, : tile * G].reshape(tiles.count, K, tile, G, D)
+    out = plan.gather(out)[:, :, : tile * G].reshape(tiles.count, K, tile, G, D)
     lse = lse[:, :, : tile * G, 0].reshape(tiles.count, K, tile, G)
     out = out[index[0], :, index[1]].reshape(T, H, D)
     lse = lse[index[0], :, index[1]].reshape(T, H)
@@ -257,7 +293,8 @@ def _call(
     out_dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel over the tiles in use."""
-    K, R, D = plan.num_kv_heads, plan.rows, plan.head_dim
+    K, R = plan.num_kv_heads, plan.rows
+    q_lanes, out_lanes = q.shape[-1], plan.parts * len(plan.v_lanes)
     pools = list(pages.paged.values())
     of_block = (plan.num_buffers, plan.pages_per_block)
 
@@ -268,25 +305,26 @@ def _call(
         num_scalar_prefetch=1,
         grid=(tiles.num_live,),
         in_specs=[
-            of_tile(K, R, D),
+            of_tile(K, R, q_lanes),
             of_tile(R, 2),
             pl.BlockSpec((K, R, 1), lambda t, *_: (0, 0, 0)),
             *[pl.BlockSpec(memory_space=pltpu.HBM)] * (1 + len(pools)),
         ],
-        out_specs=[of_tile(K, R, D), of_tile(K, R, 1)],
+        out_specs=[of_tile(K, R, out_lanes), of_tile(K, R, 1)],
         scratch_shapes=[
             pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
             pltpu.SMEM((3,), jnp.int32),
             [pltpu.VMEM((*of_block, *pool.shape[1:]), pool.dtype) for pool in pools],
             pltpu.VMEM((K, R, LANES), jnp.float32),
             pltpu.VMEM((K, R, LANES), jnp.float32),
-            pltpu.VMEM((K, R, D), jnp.float32),
+            pltpu.VMEM((K, R, out_lanes), jnp.float32),
+            [pltpu.VMEM((K, R, LANES), jnp.float32) for _ in range(2 * plan.affine)],
             pltpu.SemaphoreType.DMA((plan.num_buffers,)),
             pltpu.SemaphoreType.DMA((plan.num_buffers,)),
         ],
     )
     out_shape = (
-        jax.ShapeDtypeStruct((tiles.count, K, R, D), out_dtype),
+        jax.ShapeDtypeStruct((tiles.count, K, R, out_lanes), out_dtype),
         jax.ShapeDtypeStruct((tiles.count, K, R, 1), jnp.float32),
     )
     return pl.pallas_call(
@@ -313,11 +351,13 @@ def _kernel(
     *refs: Ref,
 ) -> None:
     """One tile of query rows."""
-    *pools, out, lse, ids, cursor, buffers, maximum, total, weighted, ids_in, pages_in = refs
+    *pools, out, lse, ids, cursor, buffers, maximum, total, weighted, affine, ids_in, pages_in = (
+        refs
+    )
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = _TileScalars(scalars, count)
     fetch = _Fetch(plan, tile, table, pools, ids, cursor, buffers, ids_in, pages_in)
-    softmax = _Softmax(plan, q, bounds, buffers, maximum, total, weighted)
+    softmax = _Softmax(plan, q, bounds, buffers, maximum, total, weighted, affine)
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
     softmax.clear()
@@ -488,7 +528,9 @@ class _Fetch:
 class _Softmax:
     """The online softmax of one tile, logits in units of log 2.
 
-    `total` keeps a partial sum a lane, `maximum` the same value in all lanes.
+    `total` keeps a partial sum a lane, `maximum` the same value in all lanes. Where codes have a
+    minimum, `affine` holds the sum of a row's q, by which K's minima multiply, in all lanes, and
+    the sum of V's minima by weight, in parts a lane.
     """
 
     plan: _Plan
@@ -498,9 +540,16 @@ class _Softmax:
     maximum: Ref
     total: Ref
     weighted: Ref
+    affine: Sequence[Ref]
 
     def clear(self) -> None:
         """No key yet."""
+        if self.plan.affine:
+            q_sum, minima = self.affine
+            for h in range(self.plan.num_kv_heads):
+                row = self.q[0, h].astype(jnp.float32).sum(axis=1, keepdims=True)
+                q_sum[h] = jnp.broadcast_to(row, q_sum.shape[1:])
+            minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
         self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
         self.weighted[...] = jnp.zeros(self.weighted.shape, jnp.float32)
@@ -523,13 +572,14 @@ class _Softmax:
             compiler then lays under the products.
         """
         # Some heads' first products go ahead: their softmax then runs under other products.
-        K, logits = self.plan.num_kv_heads, {}
+        K, k_parts, logits = self.plan.num_kv_heads, {}, {}
         visible = self._visible(j) if masked else None
-        scales = self._scales(slot)
+        scales, minima = self._parameters(slot)
         lead = self.plan.heads_ahead
         for i in range(K + lead):
             if i < K:
-                logits[i] = self._logits(slot, i, scales)
+                k_parts[i] = self._parts(slot, i, self.plan.k_lanes)
+                logits[i] = self._logits(k_parts[i], i, scales, minima)
                 if visible is not None:
                     logits[i] = jnp.where(visible, logits[i], -jnp.inf)
             h = i - lead
@@ -537,11 +587,16 @@ class _Softmax:
                 continue
             weights, decay = self._weigh(h, logits.pop(h))
             between(h)
-            v = self._heads(slot, 2 * h + 1)
+            if minima is not None:
+                self._add_minima(h, weights * _row(minima, 2 * h + 1), decay)
             if scales is not None:
-                weights = weights * scales[2 * h + 1 : 2 * h + 2]
+                weights = weights * _row(scales, 2 * h + 1)
             weights = weights.astype(self.plan.dtype)
-            self.weighted[h] = self.weighted[h] * decay + self._dot(weights, v, 1, 0)
+            v_parts = k_parts.pop(h)
+            if self.plan.parts == 1 or self.plan.k_lanes != self.plan.v_lanes:
+                v_parts = self._parts(slot, h, self.plan.v_lanes)  # loads cost less than registers
+            added = jnp.concatenate([self._dot(weights, v, 1, 0) for v in v_parts], axis=1)
+            self.weighted[h] = self.weighted[h] * decay + added
 
     def finish(self, sink: Ref, out: Ref, lse: Ref) -> None:
         """Normalises; the sink joins the denominator here, once."""
@@ -551,26 +606,51 @@ class _Softmax:
             decay = jnp.exp2(m - m_new)
             total = self.total[h].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink[h] - m_new)
             safe = jnp.where(total == 0.0, 1.0, total)
-            out[0, h] = (self.weighted[h] * (decay / safe)).astype(out.dtype)
+            weighted = self.weighted[h]
+            if self.plan.affine:
+                weighted += self.affine[1][h].sum(axis=1, keepdims=True)
+            out[0, h] = (weighted * (decay / safe)).astype(out.dtype)
             lse[0, h] = m_new / LOG2_E + jnp.log(total)
 
-    def _heads(self, slot: Scalar, index: int) -> jax.Array:
-        """K or V of a head, `[block_tokens, D]`."""
-        x = self.buffers[0][slot, :, index].astype(self.plan.dtype)
-        return x.reshape(self.plan.block_tokens, self.plan.head_dim)
+    def _parts(self, slot: Scalar, h: int, lanes: range) -> list[jax.Array]:
+        """Some lanes of a head's rows, `[block_tokens, len(lanes)]`, for each of the codes of a
+        byte."""
+        plan = self.plan
+        rows = self.buffers[0][slot, :, h, :, lanes.start : lanes.stop]
+        shape = plan.block_tokens, len(lanes)
+        if plan.parts == 1:
+            return [rows.astype(plan.dtype).reshape(shape)]
+        rows, bits = rows.astype(jnp.int32).reshape(shape), 8 // plan.parts
+        codes = [rows >> bits * part & (1 << bits) - 1 for part in range(plan.parts)]
+        return [code.astype(jnp.float32).astype(plan.dtype) for code in codes]
 
-    def _scales(self, slot: Scalar) -> jax.Array | None:
-        """Scales of a block's codes, `[2K, block_tokens]`, where pages have any."""
+    def _parameters(self, slot: Scalar) -> tuple[jax.Array | None, jax.Array | None]:
+        """Scales and minima of a block's codes, `[2K, block_tokens]`, where pages have them."""
         if len(self.buffers) == 1:
-            return None
+            return None, None
         pages = range(self.plan.pages_per_block)
-        return jnp.concatenate([self.buffers[1][slot, i] for i in pages], axis=1)
+        stored = jnp.concatenate([self.buffers[1][slot, i] for i in pages], axis=1)
+        if not self.plan.affine:
+            return stored, None
+        return _from_float16(stored & 0xFFFF), _from_float16(stored >> 16)
 
-    def _logits(self, slot: Scalar, h: int, scales: jax.Array | None) -> jax.Array:
-        options = self.plan.options
-        x = self._dot(self.q[0, h], self._heads(slot, 2 * h), 1, 1)
+    def _logits(
+        self,
+        k_parts: list[jax.Array],
+        h: int,
+        scales: jax.Array | None,
+        minima: jax.Array | None,
+    ) -> jax.Array:
+        options, lanes = self.plan.options, self.plan.k_lanes
+        products = [
+            self._dot(self.q[0, h, :, i * len(lanes) : (i + 1) * len(lanes)], k, 1, 1)
+            for i, k in enumerate(k_parts)
+        ]
+        x = functools.reduce(operator.add, products)
         if scales is not None:
-            x = x * scales[2 * h : 2 * h + 1]
+            x = x * _row(scales, 2 * h)
+        if minima is not None:
+            x += self.affine[0][h][:, :1] * _row(minima, 2 * h)
         if options.soft_cap is None:
             return x * (options.scale * LOG2_E)
         x = jnp.tanh(x * (options.scale / options.soft_cap))
@@ -589,6 +669,13 @@ class _Softmax:
         self.maximum[h], self.total[h] = m_new, total
         return jnp.concatenate(weights, axis=1), decay[:, :1]
 
+    def _add_minima(self, h: int, weighted: jax.Array, decay: jax.Array) -> None:
+        """Adds what a block's keys add to all channels, `[R, block_tokens]`."""
+        minima = self.affine[1]
+        parts = range(0, self.plan.block_tokens, LANES)
+        added = sum(weighted[:, start : start + LANES] for start in parts)
+        minima[h] = minima[h] * decay + added
+
     def _visible(self, j: Scalar) -> jax.Array:
         """Which keys of block j each row sees, `[R, block_tokens]`."""
         bounds = self.bounds[0]
@@ -605,6 +692,19 @@ class _Softmax:
             precision=highest,
             preferred_element_type=jnp.float32,
         )
+
+
+def _row(x: jax.Array, i: int) -> jax.Array:
+    return x[i : i + 1]
+
+
+def _from_float16(bits: jax.Array) -> jax.Array:
+    """The float32 of a finite float16's bits (uint32): a TPU has no such type."""
+    size = bits & 0x7FFF
+    normal = lax.bitcast_convert_type((size << 13) + (112 << 23), jnp.float32)
+    small = size.astype(jnp.int32).astype(jnp.float32) * 2.0**-24  # no implicit leading 1
+    value = jnp.where(size < 0x400, small, normal)
+    return jnp.where(bits > 0x7FFF, -value, value)
 
 
 def _finite(x: jax.Array) -> jax.Array:

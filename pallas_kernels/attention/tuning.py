@@ -48,6 +48,8 @@ def block_sizes(tile: Tile, dtype: str) -> BlockSizes:
             break
     else:
         sizes = BlockSizes()
+        if dtype == "uint8":  # whose codes, unpacked, are kept from product to product
+            sizes = BlockSizes(block_tokens=256, heads_ahead=0)
         if tile == "rows":  # whose logits fill the registers by themselves
             sizes = BlockSizes(block_tokens=512, heads_ahead=1)
     return sizes

@@ -141,13 +141,14 @@ def _gather_chunk(
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers each tile's KV_CHUNK keys and values from slot `start` `[W]` on.
 
-    Head-major pages are read in runs of tokens: as many as divide both a page and a chunk.
+    Where a head's tokens lie side by side they are read in runs: as many as divide both a page and
+    a chunk.
 
     Returns:
       K and V `[W, K, C, D]` float32, V zero where no row of the tile sees it.
     """
     P, K, D = pages.page_size, pages.num_kv_heads, pages.head_dim
-    run = math.gcd(P, KV_CHUNK) if pages.layout == "head_major" else 1
+    run = 1 if pages.layout == "token_major" else math.gcd(P, KV_CHUNK)
     slot = start[:, None] + jnp.arange(0, KV_CHUNK, run, dtype=jnp.int32)[None]  # [W, C / run]
     page = jnp.take_along_axis(table, jnp.minimum(slot // P, table.shape[1] - 1), axis=1)
     offset = slot % P // run

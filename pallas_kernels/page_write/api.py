@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOAT_NAMES, FLOATS, check_pages, require, require_array
-from pallas_kernels.page_write import mosaic_gpu, reference, xla
+from pallas_kernels.page_write import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
@@ -17,10 +17,15 @@ WRITE_BACKENDS = {
     "reference": reference.write_pages,
     "xla": xla.write_pages,
     "mosaic_gpu": mosaic_gpu.write_pages,
+    "mosaic_tpu": mosaic_tpu.write_pages,
 }
-COPY_BACKENDS = {"reference": reference.copy_pages, "xla": xla.copy_pages}
+COPY_BACKENDS = {
+    "reference": reference.copy_pages,
+    "xla": xla.copy_pages,
+    "mosaic_tpu": mosaic_tpu.copy_pages,
+}
 SEAL_BACKENDS = {"reference": reference.seal_pages, "xla": xla.seal_pages}
-PREFERENCE = {platform: ("xla",) for platform in ("cpu", "gpu", "tpu")}
+PREFERENCE = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
 
 
 def write_pages[P: TokenPages](
@@ -36,14 +41,15 @@ def write_pages[P: TokenPages](
       slots: `[T]` int32, `page_id * P + offset`. No two tokens share a slot, but for padding:
         that is aimed at the null page (slot 0), where what remains is not defined. A slot outside
         the pool is an error of the caller that writes nothing.
-      backend: `reference`, `xla`, `mosaic_gpu` (see its `refusal` for what it takes), or None for
-        the best on this platform.
+      backend: `reference`, `xla`, `mosaic_gpu`, `mosaic_tpu`, or None for the best on this platform
+        that takes these pages.
 
     Returns:
       The pages, other slots untouched.
 
     Raises:
-      ValueError: a shape or dtype that does not fit, naming the dimension.
+      ValueError: a shape or dtype that does not fit, naming the dimension, or that the named
+        backend does not take.
     """
     check_pages(pages)
     require(not isinstance(pages, ChannelPages), "ChannelPages are written whole: seal_pages")
@@ -55,7 +61,10 @@ def write_pages[P: TokenPages](
     for name, array in (("k", k), ("v", v)):
         require(array.shape == shape, f"{name} must be [T, K, D] = {shape}, got {array.shape}")
         require(array.dtype in FLOATS, f"{name} must be {FLOAT_NAMES}, got {array.dtype}")
-    refusals = {"mosaic_gpu": mosaic_gpu.refusal(pages)}
+    refusals = {
+        "mosaic_gpu": mosaic_gpu.refusal(pages),
+        "mosaic_tpu": mosaic_tpu.refusal(pages),
+    }
     run = dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend, refusals)
     return run(pages, k, v, slots)
 
@@ -71,14 +80,15 @@ def copy_pages[P: AnyPages](
       target: `[n]` int32 page ids, distinct but for padding, which copies page 0 onto page 0. An id
         outside the pool is an error of the caller: as a target it writes nothing, as a source it
         stands for some page.
-      backend: `reference`, `xla`, or None for the best on this platform.
+      backend: see `write_pages`.
 
     Raises:
-      ValueError: a shape or dtype that does not fit.
+      ValueError: a shape or dtype that does not fit, or that the named backend does not take.
     """
     check_pages(pages)
     _check_pairs(source, target)
-    run = dispatch.choose("copy_pages", COPY_BACKENDS, PREFERENCE, backend)
+    refusals = {"mosaic_tpu": mosaic_tpu.refusal(pages)}
+    run = dispatch.choose("copy_pages", COPY_BACKENDS, PREFERENCE, backend, refusals)
     return run(pages, source, target)
 
 

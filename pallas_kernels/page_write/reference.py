@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.pages import Pages
+from pallas_kernels.pages import Pages, token_shape
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 
@@ -13,6 +13,7 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
     """See `pallas_kernels.page_write.api`."""
     arrays = {name: jnp.asarray(array) for name, array in pages.paged.items()}
     for name, rows in pages.encode(k, v).items():
+        rows = rows.reshape(slots.size, *token_shape(arrays[name], pages.layout))
         for t, slot in enumerate(slots):
             page, offset = slot // pages.page_size, slot % pages.page_size
             for head in range(rows.shape[1]):
@@ -41,6 +42,7 @@ def seal_pages(
     for i in range(int(count)):
         kv = exact.kv[source[i]]
         kv = kv if exact.layout == "token_major" else kv.swapaxes(0, 1)
+        kv = kv.reshape(exact.page_size, 2 * exact.num_kv_heads, exact.head_dim)
         for name, page in pages.encode_page(kv[:, 0::2], kv[:, 1::2]).items():
             array = arrays[name].at[target[i]]
             arrays[name] = array.set(page, mode="drop", wrap_negative_indices=False)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.pages import Pages
+from pallas_kernels.pages import Pages, token_shape
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 
@@ -15,8 +15,10 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
     at = (page, offset) if pages.layout == "token_major" else (page, slice(None), offset)
     arrays = pages.paged
     for name, rows in pages.encode(k, v).items():
+        array = arrays[name]
+        rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
         # Outside the pool nothing is written: page -1 is not the last one.
-        arrays[name] = arrays[name].at[at].set(rows, mode="drop", wrap_negative_indices=False)
+        arrays[name] = array.at[at].set(rows, mode="drop", wrap_negative_indices=False)
     return dataclasses.replace(pages, **arrays)
 
 
@@ -45,6 +47,7 @@ def seal_pages(
     def seal(i: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         kv = exact.kv.at[source[i]].get(mode="clip")
         kv = kv if exact.layout == "token_major" else kv.swapaxes(0, 1)
+        kv = kv.reshape(exact.page_size, 2 * exact.num_kv_heads, exact.head_dim)
         return {
             name: arrays[name].at[target[i]].set(page, mode="drop", wrap_negative_indices=False)
             for name, page in pages.encode_page(kv[:, 0::2], kv[:, 1::2]).items()

@@ -6,7 +6,8 @@ A name says it all:
     prefill-bf16-h32-k8-d128-p16    512 queries of 4 sequences
     mixed-...                       64 sequences of one query, and 448 queries of others
     decode-bf16-h8-k1-d256-p16-w512 with a window
-    decode-int8-h32-k8-d128-p64     codes (int8, e4m3, e5m2) with a scale a token and head
+    decode-int8-h32-k8-d128-p64     codes (int8, e4m3, e5m2) with a scale a token and head, or
+                                    (int4) with a minimum, too
 """
 
 import functools
@@ -20,8 +21,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import api, mosaic_gpu, mosaic_tpu
 from pallas_kernels.page_write import write_pages
-from pallas_kernels.pages import Pages
-from pallas_kernels.quantised_pages import SymmetricPages
+from pallas_kernels.pages import Layout, Pages, pool_shape
+from pallas_kernels.quantised_pages import AffinePages, SymmetricPages, TokenPages
 
 NAMES = (
     "decode-bf16-h32-k8-d128-p16",
@@ -34,7 +35,7 @@ NAMES = (
     *(f"decode-bf16-h16-k4-d{D}-p16" for D in (64, 80, 96, 192, 256)),
     *(f"decode-bf16-h15-k5-d128-p{P}" for P in (8, 32, 128, 256)),
     "decode-f32-h9-k3-d64-p16",
-    *(f"decode-{codes}-h32-k8-d128-p64" for codes in ("int8", "e4m3", "e5m2")),
+    *(f"decode-{codes}-h32-k8-d128-p64" for codes in ("int8", "e4m3", "e5m2", "int4")),
     "decode-int8-h32-k8-d128-p16",
 )
 POOL_TOKENS, TABLE_TOKENS = 65_536, 32_768
@@ -45,6 +46,7 @@ DTYPES = {
     "int8": jnp.int8,
     "e4m3": jnp.float8_e4m3fn,
     "e5m2": jnp.float8_e5m2,
+    "int4": jnp.uint8,  # two codes a byte
 }
 _NAME = re.compile(
     rf"({'|'.join(STEPS)})-({'|'.join(DTYPES)})-h(\d+)-k(\d+)-d(\d+)-p(\d+)(?:-w(\d+))?"
@@ -81,21 +83,37 @@ class Shape:
         return cls(name, *STEPS[step], DTYPES[dtype], H, K, D, P, window)
 
     @property
-    def has_scales(self) -> bool:
-        """K and V are codes."""
+    def has_codes(self) -> bool:
+        """K and V are codes, with parameters a token and head."""
         return jnp.dtype(self.dtype).itemsize == 1
 
     @property
     def token_bytes(self) -> int:
         """Of K and V of a token, without padding."""
-        scale = 4 if self.has_scales else 0
-        return 2 * self.K * (self.D * jnp.dtype(self.dtype).itemsize + scale)
+        parameters = 4 if self.has_codes else 0
+        codes = self.D // 2 if self.dtype == jnp.uint8 else self.D
+        return 2 * self.K * (codes * jnp.dtype(self.dtype).itemsize + parameters)
 
     @property
     def q(self) -> jax.ShapeDtypeStruct:
         """The queries; float32 only where the pages are."""
         dtype = jnp.float32 if self.dtype == jnp.float32 else jnp.bfloat16
         return jax.ShapeDtypeStruct((self.T, self.H, self.D), dtype)
+
+    def pages(self, layout: Layout) -> TokenPages:
+        """The pool."""
+        N = POOL_TOKENS // self.P
+        row_size = self.D // 2 if self.dtype == jnp.uint8 else self.D
+        pool = pool_shape(layout, N, self.P, self.K, row_size)
+        kv: Any = jax.ShapeDtypeStruct(pool, self.dtype)
+        if not self.has_codes:
+            return Pages(kv=kv, layout=layout)
+        of_token = N, 2 * self.K, self.P
+        if self.dtype == jnp.uint8:
+            parameters: Any = jax.ShapeDtypeStruct(of_token, jnp.uint32)
+            return AffinePages(kv=kv, parameters=parameters, layout=layout)
+        scales: Any = jax.ShapeDtypeStruct(of_token, jnp.float32)
+        return SymmetricPages(kv=kv, scales=scales, layout=layout)
 
     def batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Page table, lengths and starts of the queries."""
@@ -122,17 +140,13 @@ class Case:
 
 def ours(shape: Shape, backend: str) -> Case:
     """A step: the tokens' K and V are written, then the queries attend."""
-    pool = (POOL_TOKENS // shape.P, 2 * shape.K, shape.P, shape.D)
-    kv: Any = jax.ShapeDtypeStruct(pool, shape.dtype)
-    pages = Pages(kv=kv, layout="head_major")
-    if shape.has_scales:
-        scales: Any = jax.ShapeDtypeStruct(pool[:-1], jnp.float32)
-        pages = SymmetricPages(kv=kv, scales=scales, layout="head_major")
+    on_gpu = backend == "mosaic_gpu"
+    pages = shape.pages("head_major" if on_gpu else "paired")
+    writer = "xla" if on_gpu and shape.has_codes else backend
     new = jax.ShapeDtypeStruct((shape.T, shape.K, shape.D), shape.q.dtype)
 
     def step(pages: Any, q: Any, k: Any, v: Any, slots: Any, *batch: Any) -> Any:
-        by_copies = backend == "mosaic_gpu" and not shape.has_scales
-        pages = write_pages(pages, k, v, slots, backend=backend if by_copies else "xla")
+        pages = write_pages(pages, k, v, slots, backend=writer)
         out = api.ragged_paged_attention(
             q,
             pages,
@@ -161,10 +175,10 @@ def peer(shape: Shape) -> Case:
     """JAX's own ragged paged attention over pages that are written already; 512 keys a trip.
 
     Raises:
-      ValueError: the shape has scales.
+      ValueError: the shape has codes.
     """
-    if shape.has_scales:
-        raise ValueError("it takes no pages with scales")
+    if shape.has_codes:
+        raise ValueError("it takes no pages of codes")
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     pool = jax.ShapeDtypeStruct(

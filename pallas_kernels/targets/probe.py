@@ -6,6 +6,7 @@ Run as a module, it takes a target and pairs `kernel/shape`, and prints a JSON o
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.targets.schedule import DUMP_FLAGS, read_schedule
 from pallas_kernels.targets.tpu import TPU_TARGETS, TargetUnavailable, TpuTarget
+
+_CALL = re.compile(r"\s*(?:ROOT )?%?ragged_paged_attention")
 
 
 class Row(NamedTuple):
@@ -29,6 +32,7 @@ class Row(NamedTuple):
       mxu_share: of the inner loop's bundles, those that use a matrix unit.
       tile_bundles: outside that loop, each once: what a tile of queries and the call cost besides.
       spill_slots: instructions that spill or fill a vector register.
+      vmem_bytes: of the core's fast memory, that the kernel takes.
       alias_bytes, pool_bytes: of the pool that the step updates in place; and of the pool.
       temp_bytes: that the program takes besides.
     """
@@ -44,6 +48,7 @@ class Row(NamedTuple):
     mxu_share: float | None = None
     tile_bundles: int | None = None
     spill_slots: int | None = None
+    vmem_bytes: int | None = None
     alias_bytes: int | None = None
     pool_bytes: int | None = None
     temp_bytes: int | None = None
@@ -136,10 +141,18 @@ def measure(target: TpuTarget, kernel: str, name: str, folder: Path) -> Row:
         mxu_share=round(inner.mxu_bundles / inner.bundles, 3),
         tile_bundles=schedule.outside,
         spill_slots=schedule.spill_slots,
+        vmem_bytes=_vmem_bytes(compiled.as_text()),
         alias_bytes=memory.alias_size_in_bytes,
         pool_bytes=case.pool_bytes,
         temp_bytes=memory.temp_size_in_bytes,
     )
+
+
+def _vmem_bytes(program: str) -> int | None:
+    """The most that a call of the kernel takes, as the compiled program says."""
+    calls = [line for line in program.splitlines() if _CALL.match(line)]
+    taken = re.findall(r'"used_scoped_memory_configs":\[{[^}]*"size":"(\d+)"', "".join(calls))
+    return max(map(int, taken), default=None)
 
 
 def _main(target: str, folder: str, *cases: str) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import CacheSpec, LayerSpec, check_cache, check_tables, choose_formats, init_cache
+from pallas_kernels.pages import LAYOUTS
 
 LAYERS = (LayerSpec(kv_heads=2, head_dim=8), LayerSpec(kv_heads=2, head_dim=8, window=4))
 SPEC = CacheSpec(
@@ -16,7 +17,7 @@ SPEC = CacheSpec(
 )
 
 
-@pytest.mark.parametrize("layout", ["token_major", "head_major"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_cache_fits_its_own_spec(layout):
     spec = replace(SPEC, layout=layout)
     check_cache(init_cache(spec), spec)

@@ -17,6 +17,7 @@ from jaxkv.cache import (
     layer_pages,
 )
 from pallas_kernels import Pages
+from pallas_kernels.pages import LAYOUTS
 
 LAYERS = st.lists(
     st.builds(
@@ -39,7 +40,7 @@ def groups_of(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
     layers=LAYERS,
     page_size=st.sampled_from([8, 16]),
     name=st.sampled_from(sorted(FORMATS)),
-    layout=st.sampled_from(["token_major", "head_major"]),
+    layout=st.sampled_from(LAYOUTS),
     data=st.data(),
 )
 def test_nbytes_is_the_sum_of_the_bytes_on_the_device(layers, page_size, name, layout, data):

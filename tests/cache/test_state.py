@@ -19,6 +19,8 @@ from jaxkv.cache import (
     init_cache,
     write,
 )
+from pallas_kernels.pages import LAYOUTS
+from tests.kernels.layouts import by_tokens
 
 P = 8
 WINDOWS = (None, 12, None)
@@ -30,7 +32,7 @@ SPEC = CacheSpec(
     num_pages=(9, 6),
     formats=choose_formats("f32", LAYERS),
 )
-LAYOUTS = pytest.mark.parametrize("layout", ["token_major", "head_major"])
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def filled(spec: CacheSpec, seed: int = 0) -> KVCache:
@@ -58,7 +60,7 @@ def ids(*pages: int) -> jax.Array:
         (0, "token_major", "f32"),
         (1, "token_major", "bf16"),
         (1, "head_major", "f32"),
-        (2, "head_major", "bf16"),
+        (2, "paired", "bf16"),
     ],
 )
 def test_what_is_written_is_what_is_gathered(layer, layout, name):
@@ -87,21 +89,19 @@ def test_what_is_written_is_what_is_gathered(layer, layout, name):
     assert not any(array.any() for array in untouched)
 
 
-@LAYOUTS
+@every_layout
 def test_rows_of_a_table_are_gathered_independently(layout):
     cache = filled(replace(SPEC, layout=layout))
     table = np.array([[3, 1], [1, 4], [0, 0]], np.int32)
     both = gather_dense(cache, 0, jnp.asarray(table))
-    kv = arrays(cache)[0]
-    if layout == "head_major":
-        kv = kv.swapaxes(1, 2)
+    kv = by_tokens(arrays(cache)[0], layout)
     for b, row in enumerate(table):
         want = np.concatenate([kv[page] for page in row])  # [M * P, 2K, D]
         np.testing.assert_array_equal(both[0][b], want[:, 0::2])
         np.testing.assert_array_equal(both[1][b], want[:, 1::2])
 
 
-@LAYOUTS
+@every_layout
 @pytest.mark.parametrize("group, layers", [(0, (0, 2)), (1, (1,))])
 def test_copying_pages_changes_the_targets_in_the_layers_of_the_group_and_nothing_else(
     group, layers, layout
@@ -119,7 +119,7 @@ def test_copying_pages_changes_the_targets_in_the_layers_of_the_group_and_nothin
         np.testing.assert_array_equal(now, then)  # the argument is a value
 
 
-@LAYOUTS
+@every_layout
 @pytest.mark.parametrize("group, layers", [(0, (0, 2)), (1, (1,))])
 def test_exported_pages_arrive_in_another_cache_at_other_ids(group, layers, layout):
     spec = replace(SPEC, layout=layout)
@@ -180,7 +180,7 @@ def test_an_empty_cache_is_all_zeros_and_knows_its_groups():
     assert [pages.num_pages for pages in cache.layers] == [9, 6, 9]
 
 
-@LAYOUTS
+@every_layout
 @pytest.mark.parametrize("operation", ["write", "copy", "import"])
 def test_a_donated_cache_is_changed_in_place(operation, layout):
     spec = replace(SPEC, layout=layout, num_pages=(64, 64))

@@ -150,6 +150,7 @@ class _CheckedFunctions:
             query_lens,
             self._engine.pools,
             self._engine.spec,
+            parts.get("dropped"),
         )
         result, new_cache = self._functions.run(cache, buffer, seen, layout)
         assert all(x.is_deleted() for pages in cache.layers for x in pages.paged.values())
@@ -161,6 +162,9 @@ class _CheckedFunctions:
             assert len(set(targets)) == len(targets)
             assert all(pool.state(page) == (0, 1) for page in targets)
         return self._functions.copy(cache, copies, most)
+
+    def compressor(self, method, cache):
+        return self._functions.compressor(method, cache)
 
     def prompt_logprobs(self, hidden, targets):
         self.prompt_logprobs_calls += 1

@@ -119,12 +119,12 @@ class AttentionSuite:
     @pytest.mark.parametrize(
         "q_lens, T, layout",
         [
-            (DECODE, 8, "token_major"),
-            (DECODE, 8, "head_major"),
-            (MIXED, 48, "token_major"),
-            (PREFILL, 640, "head_major"),
+            *(pytest.param(DECODE, 8, layout, id=f"decode-{layout}") for layout in LAYOUTS),
+            pytest.param(MIXED, 48, "token_major", id="mixed-token_major"),
+            pytest.param(MIXED, 48, "paired", id="mixed-paired"),
+            pytest.param(PREFILL, 640, "head_major", id="prefill-head_major"),
+            pytest.param(PREFILL, 640, "paired", id="prefill-paired"),
         ],
-        ids=["decode", "head-major decode", "mixed", "head-major prefill"],
     )
     def test_every_length_of_cache_and_query_agrees_with_naive_attention(self, q_lens, T, layout):
         batch = self.batch(LENGTHS, q_lens, T=T)
@@ -150,7 +150,11 @@ class AttentionSuite:
         kv_lens = [min(length, M * P) for length in (P, 0, P + 1, 3 * P, P - 1)]
         dtypes = jnp.dtype(q_dtype), jnp.dtype(kv_dtype)
         batch = self.batch(kv_lens, (2, 0, 1, 7, 1), T=12, heads=(H, K), D=D, dtypes=dtypes)
-        self.check(batch, self.place(batch, P=P, M=M, layout=LAYOUTS[H % 2]), scale=D**-0.5)
+        self.check(
+            batch,
+            self.place(batch, P=P, M=M, layout=self.layouts[H % len(self.layouts)]),
+            scale=D**-0.5,
+        )
 
     def test_a_program_that_turns_64_bit_types_on_gets_the_same_answer(self):
         batch = self.batch((40, 7), (20, 1), T=24)
@@ -179,7 +183,7 @@ class AttentionSuite:
 
     def test_a_window_of_every_tile_of_a_long_prefill_agrees_with_naive_attention(self):
         batch = self.batch((300, 190), (300, 150), T=450)
-        self.check(batch, self.place(batch, window=40, layout="head_major"), window=40)
+        self.check(batch, self.place(batch, window=40, layout=self.layouts[-1]), window=40)
 
     # With q = 0 every key that a query sees weighs the same: lse says how many they are, and the
     # mean of V, where V is the position, which ones.

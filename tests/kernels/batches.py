@@ -15,6 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pallas_kernels import Layout, Pages
+from tests.kernels.layouts import stored
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -112,9 +113,7 @@ def place(
             tokens = slice(m * P, (m + 1) * P)
             kv[page, : len(keys[tokens]), :, 0] = keys[tokens]
             kv[page, : len(keys[tokens]), :, 1] = values[tokens]
-    kv = kv.reshape(N, P, 2 * K, D)
-    if layout == "head_major":
-        kv = kv.transpose(0, 2, 1, 3)
+    kv = stored(kv.reshape(N, P, 2 * K, D), layout)
     return Placed(
         pages=Pages(kv=jnp.asarray(kv), layout=layout),
         page_table=jnp.asarray(table, jnp.int32),

@@ -10,11 +10,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import Pages, ragged_paged_attention
-from pallas_kernels.attention import tuning
+from pallas_kernels.attention import mosaic_tpu, tuning
 from pallas_kernels.attention.tuning import BlockSizes
 from tests.kernels.batches import Batch, place, random_batch
 from tests.kernels.bits_suite import BitsSuite
@@ -34,7 +35,7 @@ class Simulated(BitsSuite):
 
     backend = "mosaic_tpu"
     tolerance: ClassVar = {"float32": 1e-5, "bfloat16": 2e-2}
-    layouts = ("head_major",)
+    layouts = ("paired",)
     row_options: ClassVar = {"query_tile": 64}
     sizes: ClassVar[BlockSizes]
 
@@ -70,11 +71,12 @@ class TestSmallBlocks(Simulated):
         [
             ("int8", None),
             ("static", 13),
+            ("int4", 13),
             *(pytest.param(f"fp8_{kind}", 13, marks=pytest.mark.slow) for kind in ("e4m3", "e5m2")),
         ],
     )
     def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window):
-        check_attention(kind, "head_major", "mosaic_tpu", longest=300, window=window)
+        check_attention(kind, "paired", "mosaic_tpu", longest=300, window=window)
 
 
 @pytest.mark.slow
@@ -87,17 +89,25 @@ class TestLongBlocks(Simulated):
     sizes = BlockSizes()
 
 
+def test_every_finite_float16_comes_out_of_its_bits():
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    want = bits.view(np.float16).astype(np.float32)
+    finite = np.isfinite(want)
+    got = np.asarray(mosaic_tpu._from_float16(jnp.asarray(bits[finite], jnp.uint32)))
+    np.testing.assert_array_equal(got, want[finite])
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (dict(layout="token_major"), "pages must be head-major"),
+        (dict(layout="head_major"), "pages must be paired"),
         (dict(P=12), "P = 12 is not a multiple of 8"),
         (dict(M=70_000), "M = 70000 page ids a sequence; at most 65536"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused_before_it_is_compiled(change, reason):
     batch = random_batch([5], [1], T=1)
-    placed = place(batch, **{"layout": "head_major", "M": 2} | change)
+    placed = place(batch, **{"layout": "paired", "M": 2} | change)
     arrays = placed.page_table, placed.kv_lens, placed.query_starts
     with pytest.raises(ValueError, match=f"mosaic_tpu does not take this: {reason}"):
         ragged_paged_attention(

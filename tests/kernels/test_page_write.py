@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import Layout, Pages, copy_pages, write_pages
 from pallas_kernels.pages import LAYOUTS
+from tests.kernels.layouts import by_tokens, stored
 
 N, P, K, D, T = 7, 8, 2, 16, 6
 BACKENDS = ("reference", "xla")
@@ -26,15 +27,12 @@ def random_pool(layout: Layout, dtype=np.float32, seed: int = 0) -> Pages:
     rng = np.random.default_rng(seed)
     kv = rng.standard_normal((N, P, 2 * K, D)).astype(dtype)
     kv[:, :, 0, 0] = np.nan
-    return Pages(
-        kv=jnp.asarray(kv if layout == "token_major" else kv.swapaxes(1, 2)), layout=layout
-    )
+    return Pages(kv=jnp.asarray(stored(kv, layout)), layout=layout)
 
 
 def slots_of(pages: Pages) -> dict[int, bytes]:
     """What each slot holds: K of head 0, V of head 0, K of head 1, ..."""
-    kv = np.asarray(pages.kv)
-    rows = kv if pages.layout == "token_major" else kv.swapaxes(1, 2)
+    rows = by_tokens(np.asarray(pages.kv), pages.layout)
     return {slot: row.tobytes() for slot, row in enumerate(rows.reshape(N * P, 2 * K, D))}
 
 

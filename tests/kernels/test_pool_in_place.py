@@ -9,22 +9,17 @@ import pytest
 
 from pallas_kernels import (
     ChannelPages,
-    Layout,
     Pages,
     copy_pages,
     ragged_paged_attention,
     seal_pages,
     write_pages,
 )
-from pallas_kernels.pages import LAYOUTS
+from pallas_kernels.pages import LAYOUTS, by_layout, pool_shape
+from tests.kernels.layouts import by_tokens
 
 B, H, K, D, P, M = 4, 8, 2, 64, 16, 8
 DTYPES = (jnp.float32, jnp.bfloat16)
-
-
-def pool_shape(N: int, layout: Layout, heads: tuple[int, int, int] = (P, K, D)) -> tuple[int, ...]:
-    P, K, D = heads
-    return (N, P, 2 * K, D) if layout == "token_major" else (N, 2 * K, P, D)
 
 
 def int32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -55,7 +50,7 @@ def arguments(step: Callable, T: int, dtype) -> list[jax.ShapeDtypeStruct]:
     ],
 )
 def test_a_step_over_a_donated_pool_aliases_it_and_holds_no_second_one(step, T, dtype, layout):
-    pages = Pages(kv=jax.ShapeDtypeStruct(pool_shape(2048, layout), dtype), layout=layout)
+    pages = Pages(kv=jax.ShapeDtypeStruct(pool_shape(layout, 2048, P, K, D), dtype), layout=layout)
     compiled = jax.jit(step, donate_argnums=0).lower(pages, *arguments(step, T, dtype)).compile()
     memory = compiled.memory_analysis()
     pool_bytes = pages.kv.size * pages.kv.dtype.itemsize
@@ -66,9 +61,9 @@ def test_a_step_over_a_donated_pool_aliases_it_and_holds_no_second_one(step, T, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sealing_into_a_donated_pool_aliases_it_and_holds_no_second_one(layout):
     """Both pools: the codes are written, the floats are read."""
-    shape = pool_shape(2048, layout)
+    shape = pool_shape(layout, 2048, P, K, D)
     exact = Pages(kv=jax.ShapeDtypeStruct(shape, jnp.bfloat16), layout=layout)
-    middle = (P, K) if layout == "token_major" else (K, P)
+    middle = by_layout(layout, P, K)
     codes = jax.ShapeDtypeStruct((2048, *middle, D // 2), jnp.uint8)
     pages = ChannelPages(
         k=codes,
@@ -96,7 +91,7 @@ def test_pages_past_2_to_the_31_elements_are_written_copied_and_read(layout):
     N = 2**31 // (P * 2 * K * D) + 16
     last = N - 1
     pages = jax.jit(
-        lambda: Pages(kv=jnp.zeros(pool_shape(N, layout, (P, K, D)), jnp.bfloat16), layout=layout)
+        lambda: Pages(kv=jnp.zeros(pool_shape(layout, N, P, K, D), jnp.bfloat16), layout=layout)
     )()
     rng = np.random.default_rng(0)
     k, v = jnp.asarray(rng.standard_normal((2, 3, K, D)), jnp.bfloat16)
@@ -107,8 +102,7 @@ def test_pages_past_2_to_the_31_elements_are_written_copied_and_read(layout):
 
     where = {(last, P - 1): 0, (last - 1, 0): 1, (last - 2, 0): 1, (0, 5): 2}
     for page in (0, 1, 15, 16, N // 2, last - 3, last - 2, last - 1, last):
-        held = np.asarray(pages.kv[page])
-        held = held if layout == "token_major" else held.swapaxes(0, 1)
+        held = by_tokens(np.asarray(pages.kv[page]), layout)
         want = np.zeros_like(held)
         for (at, offset), t in where.items():
             if at == page:

@@ -22,8 +22,9 @@ from pallas_kernels import (
     seal_pages,
     write_pages,
 )
-from pallas_kernels.pages import LAYOUTS
+from pallas_kernels.pages import LAYOUTS, by_layout, pool_shape
 from tests.kernels.batches import naive_attention, place, random_batch
+from tests.kernels.layouts import by_tokens, stored
 
 N, P, K, D = 9, 8, 2, 32
 BACKENDS = ("reference", "xla")
@@ -41,19 +42,22 @@ def empty(
     P, D = sizes
 
     def shape(heads: int, *rest: int) -> tuple[int, ...]:
-        return (num_pages, *((P, heads) if layout == "token_major" else (heads, P)), *rest)
+        return (num_pages, *by_layout(layout, P, heads), *rest)
+
+    def pool(row_size: int) -> tuple[int, ...]:
+        return pool_shape(layout, num_pages, P, K, row_size)
 
     nan = float("nan")
     if kind in CODES:
-        kv, scales = jnp.ones(shape(2 * K, D), CODES[kind]), jnp.full(shape(2 * K), nan)
+        kv, scales = jnp.ones(pool(D), CODES[kind]), jnp.full(shape(2 * K), nan)
         return SymmetricPages(kv=kv, scales=scales, layout=layout)
     if kind == "static":
         return SymmetricPages(
-            kv=jnp.ones(shape(2 * K, D), jnp.int8), scales=jnp.array(SCALES), layout=layout
+            kv=jnp.ones(pool(D), jnp.int8), scales=jnp.array(SCALES), layout=layout
         )
     if kind == "int4":
-        codes = jnp.full(shape(2 * K, D // 2), 0x5A, jnp.uint8)
-        parameters = jnp.full(shape(2 * K, 2), nan, jnp.float16)
+        codes = jnp.full(pool(D // 2), 0x5A, jnp.uint8)
+        parameters = jnp.full(shape(2 * K), 0x7E007E00, jnp.uint32)  # NaN twice
         return AffinePages(kv=codes, parameters=parameters, layout=layout)
     bits = 4 if kind == "kivi4" else 2
     codes = jnp.full(shape(K, D * bits // 8), 0x5A, jnp.uint8)
@@ -69,11 +73,6 @@ def empty(
     )
 
 
-def by_tokens(x: np.ndarray, layout: Layout) -> np.ndarray:
-    """An array of pages with the tokens before the heads."""
-    return x if layout == "token_major" else x.swapaxes(1, 2)
-
-
 def filled(
     kind: str, layout: Layout, kv: np.ndarray, pages: list[int], backend: str = "xla"
 ) -> AnyPages:
@@ -83,7 +82,7 @@ def filled(
     ids = jnp.array(pages, jnp.int32)
     if isinstance(target, ChannelPages):
         whole = kv.reshape(len(pages), P, 2 * K, D)
-        exact = Pages(kv=jnp.asarray(by_tokens(whole, layout)), layout=layout)
+        exact = Pages(kv=jnp.asarray(stored(whole, layout)), layout=layout)
         source = jnp.arange(len(pages), dtype=jnp.int32)
         return seal_pages(target, exact, source, ids, jnp.int32(len(pages)), backend=backend)
     slots = (ids[:, None] * P + jnp.arange(P, dtype=jnp.int32)[None]).reshape(-1)
@@ -254,11 +253,11 @@ def check_attention(
         np.concatenate([values[page] for page in row[: -(-n // P)]])[:n]
         for row, n in zip(np.asarray(placed.page_table), placed.kv_lens.tolist(), strict=True)
     ]
-    stored = dataclasses.replace(
+    held = dataclasses.replace(
         batch, keys=[kv[:, :, 0] for kv in flat], values=[kv[:, :, 1] for kv in flat]
     )
     scale = 1 / math.sqrt(D)
-    want, want_lse = naive_attention(stored, scale=scale, window=window)
+    want, want_lse = naive_attention(held, scale=scale, window=window)
     got, lse = ragged_paged_attention(
         jnp.asarray(batch.q),
         pages,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxkv.replay import workloads
 from scripts import bench_host, console
 from tests.scripts.test_console import run_scripts
 
@@ -102,7 +103,7 @@ def test_a_trace_of_hashed_blocks_is_expanded_and_what_is_too_long_is_left_out(r
         {"timestamp": 7, "output_length": 1, "hash_ids": list(range(300))},
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    (first, answer), (second, _) = bench_host.hashed_blocks(trace)
+    (first, answer), (second, _) = workloads.hashed_blocks(trace)
     assert (len(first), len(second), answer) == (128, 192, [5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
     assert second[:128] == first
     _, out, _ = run("--workload", "W4", "--trace", str(trace), "--json")
@@ -119,7 +120,7 @@ def test_requests_are_those_of_the_shared_driver(name, monkeypatch):
     import host_workloads  # pyright: ignore[reportMissingImports]
 
     make, capacity = host_workloads.WORKLOADS[name]
-    requests, ours = bench_host.stream(name, SHARED / "traces" / "conversation_trace.jsonl")
+    requests, ours = workloads.stream(name, SHARED / "traces" / "conversation_trace.jsonl")
     assert ours == capacity
     for mine, theirs in zip(itertools.islice(requests, 120), make(), strict=False):
         assert mine == theirs
@@ -127,9 +128,8 @@ def test_requests_are_those_of_the_shared_driver(name, monkeypatch):
 
 def test_random_tokens_do_not_depend_on_how_many_are_drawn_at_once():
     one, other = random.Random(9), random.Random(9)
-    assert bench_host._tokens(one, 50) == bench_host._tokens(other, 20) + bench_host._tokens(
-        other, 30
-    )
+    draw = workloads.random_tokens
+    assert draw(one, 50) == draw(other, 20) + draw(other, 30)
 
 
 def test_help_teaches_the_workloads_and_loads_no_jax():

@@ -1,0 +1,169 @@
+"""How much a model multiplies: in a prefill, in decoding with a cache, and without one.
+
+The unit is a *multiply-add* (MAC), two floating-point operations. Counted are matrices: projections
+and MLPs (`linear`), scores and values (`attention`), logits (`head`); not norms, softmax and RoPE.
+
+    seen(p)       tokens that the one at position p sees: p + 1, or what its window or chunk has
+    one token     linear + sum over layers of seen(p) * (H D + H D')
+    with cache    each step computes one token
+    without       each step computes all tokens again: of n steps, the j-th computes j tokens
+
+so that attention takes n^2 / 2 pairs with a cache and n^3 / 6 without, and a step's own share grows
+with n instead of n^2. `simulate` counts the same by running the loops. A prefill gives logits of
+its last token alone.
+"""
+
+from dataclasses import dataclass
+from math import comb
+
+from jaxkv.ledger.memory import CacheLedger, step_weight_bytes
+from jaxkv.ledger.shapes import Model, Span, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Macs:
+    """Multiply-adds by what they are for."""
+
+    linear: int = 0
+    attention: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.linear + self.attention + self.head
+
+    @property
+    def attention_share(self) -> float:
+        """Attention's part of all."""
+        return self.attention / self.total if self.total else 0.0
+
+    def __add__(self, other: "Macs") -> "Macs":
+        return Macs(
+            linear=self.linear + other.linear,
+            attention=self.attention + other.attention,
+            head=self.head + other.head,
+        )
+
+
+def prefill_macs(model: Model, num_tokens: int, cached: int = 0) -> Macs:
+    """Of the tokens of a prompt behind the first `cached` ones, and the logits of the last."""
+    if num_tokens <= cached:
+        return Macs()
+    n = num_tokens - cached
+    return Macs(
+        linear=n * model.token_macs,
+        attention=sum(
+            pair * (_pairs(span, num_tokens) - _pairs(span, cached))
+            for span, pair, _ in model.attentions
+        ),
+        head=model.head_weights,
+    )
+
+
+def decode_macs(model: Model, num_tokens: int) -> Macs:
+    """Of a step that computes the token behind `num_tokens` cached ones."""
+    return Macs(
+        linear=model.token_macs,
+        attention=sum(pair * span.seen(num_tokens) for span, _, pair in model.attentions),
+        head=model.head_weights,
+    )
+
+
+def generation_macs(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
+    """Of drawing `new` tokens behind a prompt, in closed form.
+
+    The first comes of the prompt's prefill. With the cache each further one takes a step of one
+    token; without, a prefill of all tokens before it.
+
+    Args:
+      model: that computes.
+      prompt: tokens, at least 1.
+      new: tokens, at least 1.
+      cache: whether there is one.
+    """
+    per_token = model.token_macs
+    end = prompt + new  # lengths prompt .. end - 1 are computed, or grown to
+    if cache:
+        behind = Macs(
+            linear=(new - 1) * per_token,
+            attention=sum(
+                pair * (_pairs(span, end - 1) - _pairs(span, prompt))
+                for span, _, pair in model.attentions
+            ),
+            head=(new - 1) * model.head_weights,
+        )
+        return prefill_macs(model, prompt) + behind
+    return Macs(
+        linear=per_token * (comb(end, 2) - comb(prompt, 2)),
+        attention=sum(
+            pair * (_summed_pairs(span, end) - _summed_pairs(span, prompt))
+            for span, pair, _ in model.attentions
+        ),
+        head=new * model.head_weights,
+    )
+
+
+def simulate(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
+    """The same as `generation_macs`, counted by running the loops over steps, tokens and layers."""
+    linear = attention = head = 0
+    cached = 0
+    layers = [(one.token_macs, one.mixer) for one in model.layers]
+    for step in range(new):
+        length = prompt + step
+        decodes = cache and step > 0
+        for position in range(cached, length):
+            for token_macs, mixer in layers:
+                linear += token_macs
+                if isinstance(mixer, State):
+                    continue
+                pair = mixer.decode_pair_macs if decodes else mixer.pair_macs
+                attention += pair * len(_seen(mixer.span, position))
+        head += model.head_weights
+        cached = length if cache else 0
+    return Macs(linear=linear, attention=attention, head=head)
+
+
+def arithmetic_intensity(
+    ledger: CacheLedger, *, num_tokens: int, batch: int = 1, weights: str = "bf16"
+) -> float:
+    """Floating-point operations of a decode step for each byte that it reads."""
+    flops = 2 * batch * decode_macs(ledger.model, num_tokens).total
+    read = step_weight_bytes(ledger.model, weights, batch=batch)
+    return flops / (read + batch * ledger.sequence_bytes(num_tokens) * ledger.devices)
+
+
+def _seen(span: Span, position: int) -> range:
+    """Positions that the token at a position sees."""
+    first = 0
+    if span.window is not None:
+        first = max(0, position - span.window + 1)
+    elif span.chunk is not None:
+        first = position // span.chunk * span.chunk
+    return range(first, position + 1)
+
+
+def _pairs(span: Span, n: int) -> int:
+    """Pairs of a token and one that it sees, among n tokens: the sum of `seen(p)` for p < n."""
+    if span.window is not None:
+        inside = min(n, span.window)
+        return comb(inside + 1, 2) + (n - inside) * span.window
+    if span.chunk is not None:
+        chunks, rest = divmod(n, span.chunk)
+        return chunks * comb(span.chunk + 1, 2) + comb(rest + 1, 2)
+    return comb(n + 1, 2)
+
+
+def _summed_pairs(span: Span, n: int) -> int:
+    """The sum of `_pairs(t)` for t < n."""
+    if span.window is not None:
+        W = span.window
+        inside = min(n, W + 1)
+        beyond = comb(n, 2) - comb(inside, 2)  # the sum of t for inside <= t < n
+        return comb(inside + 1, 3) + W * beyond - (n - inside) * comb(W, 2)
+    if span.chunk is not None:
+        C = span.chunk
+        chunks, rest = divmod(n, C)
+        whole = C * comb(C + 1, 2) * comb(chunks, 2) + chunks * comb(C + 1, 3)
+        return whole + rest * chunks * comb(C + 1, 2) + comb(rest + 1, 3)
+    return comb(n + 1, 3)

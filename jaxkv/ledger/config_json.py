@@ -1,0 +1,135 @@
+"""A Hugging Face `config.json` as a `Model`: its layers, what each keeps, and its parameters.
+
+A `model_type` that `families` does not know is read by its keys, with a note that says so.
+Text alone counts: a vision or audio tower is left out, with a note. Not here: presets (`presets`).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxkv.ledger.errors import LedgerError
+from jaxkv.ledger.families import FAMILIES, Family, guess
+from jaxkv.ledger.keys import HARMLESS, OUTER, Keys, shortened
+from jaxkv.ledger.mixers import read_layers
+from jaxkv.ledger.shapes import Model
+
+
+def load_config(path: Path) -> Model:
+    """Reads a `config.json`, or the one in a folder; the model is named for its folder.
+
+    Raises:
+      LedgerError: it is no JSON object, or what `model_from_config` refuses.
+      OSError: it cannot be read.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(path.read_bytes(), object_pairs_hook=_once)
+    except LedgerError as error:
+        raise LedgerError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LedgerError(f"{path}: is not JSON: {reason}") from None
+    if not isinstance(raw, dict):
+        raise LedgerError(f"{path}: is no JSON object")
+    parent = path.resolve().parent.name
+    return model_from_config(raw, name=parent or str(path), where=str(path))
+
+
+def model_from_config(
+    raw: Mapping[str, Any], *, name: str, where: str = "config.json", source: str = ""
+) -> Model:
+    """Reads the parsed JSON object.
+
+    Args:
+      raw: the object.
+      name: of the model.
+      where: what error messages start with.
+      source: of the numbers.
+
+    Raises:
+      LedgerError: a key is missing, contradicts another one, or may change the memory in a way that
+        is not known here.
+    """
+    text = raw.get("text_config")
+    notes: list[str] = []
+    if isinstance(text, Mapping):
+        outer = Keys({k: v for k, v in raw.items() if k != "text_config"}, where)
+        if raw.get("tie_word_embeddings") is not None:
+            text = {"tie_word_embeddings": raw["tie_word_embeddings"], **text}
+        notes += outer.finish(OUTER)
+        if set(raw) & {"vision_config", "audio_config"}:
+            notes.append("the text model alone; its vision and audio towers are not counted")
+        raw = text
+    keys = Keys(raw, where)
+    model_type = keys.text("model_type")
+    family = FAMILIES.get(model_type or "")
+    if family is None:
+        family = guess(keys)
+        what = "is missing" if model_type is None else f"{shortened(model_type)!r} is not known"
+        keys.note(f"model_type {what}: read by its keys, otherwise as a Llama")
+    keys.expect(family.defaults)
+    model = _model(keys, family, name, source)
+    quantised = raw.get("quantization_config")
+    if isinstance(quantised, Mapping):
+        method = shortened(str(quantised.get("quant_method", "a method of its own")))
+        keys.note(f"its weights are published quantised ({method}); counted as asked for")
+    notes += keys.finish(HARMLESS)
+    return replace(model, notes=tuple(notes))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a file, in which no key has two values.
+
+    Raises:
+      LedgerError: one has.
+    """
+    found = dict(pairs)
+    for key, value in pairs:
+        if value != found[key] and value == value:  # but for NaN
+            raise LedgerError(f"{shortened(key)} is there twice, with different values")
+    return found
+
+
+def _model(keys: Keys, family: Family, name: str, source: str) -> Model:
+    width = keys.integer("hidden_size", "n_embd")
+    vocab = keys.integer("vocab_size")
+    count = keys.integer("num_hidden_layers", "n_layer")
+    if count > 10_000:
+        raise keys.error("num_hidden_layers", count, "is more layers than any model has")
+    positions = keys.integer_or_none(
+        "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"
+    )
+    layers = read_layers(keys, family, width, count)
+    embedding, vectors = vocab * width, width * (2 if family.norm_bias else 1)
+    if family.learned_positions:
+        if positions is None:
+            raise LedgerError(f"{keys.where}: has no n_positions")
+        embedding += positions * width
+    if family.head_bias:
+        vectors += vocab
+    if family.per_layer_inputs:
+        more, vectors_more = _per_layer_inputs(keys, width, count)
+        embedding, vectors = embedding + more, vectors + vectors_more
+    return Model(
+        name=name,
+        width=width,
+        layers=layers,
+        embedding=embedding,
+        head_weights=vocab * width,
+        tied=keys.flag("tie_word_embeddings", default=family.tied),
+        vectors=vectors,
+        max_context=positions,
+        source=source,
+    )
+
+
+def _per_layer_inputs(keys: Keys, width: int, count: int) -> tuple[int, int]:
+    """Gemma 3n's tables outside of layers: an embedding for each layer, and AltUp's projections."""
+    dim = keys.integer("hidden_size_per_layer_input")
+    vocab = keys.integer("vocab_size_per_layer_input")
+    copies = keys.integer("altup_num_inputs")
+    tables = vocab * dim * count + width * dim * count
+    return tables + 2 * (copies - 1) * width * width, dim

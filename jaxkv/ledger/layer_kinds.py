@@ -1,0 +1,144 @@
+"""What kind of attention each layer has: as `layer_types` lists it, or by a family's rule.
+
+A rule takes the keys and how many layers there are. Not here: what a kind keeps (`mixers`).
+"""
+
+from collections.abc import Callable, Sequence
+
+from jaxkv.ledger.errors import LedgerError
+from jaxkv.ledger.keys import Keys
+
+FULL, SLIDING, CHUNKED, LINEAR = KINDS = tuple(
+    f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")
+)
+
+Rule = Callable[[Keys, int], list[str]]
+
+# Keys that say which layers are of which kind: where they stand beside `layer_types`, they agree.
+_RULES = ("sliding_window_pattern", "full_attention_interval", "attn_type_list", "no_rope_layers")
+_ANSWERED = ("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size")
+
+
+def layer_kinds(keys: Keys, rule: Rule, count: int) -> list[str]:
+    """The kind of each layer.
+
+    Raises:
+      LedgerError: `layer_types` has an unknown kind, or another key says otherwise.
+    """
+    listed = keys.strings("layer_types", count)
+    if listed is None:
+        return rule(keys, count)
+    if unknown := [kind for kind in listed if kind not in KINDS]:
+        raise keys.error("layer_types", unknown[0], f"is none of {', '.join(KINDS)}")
+    given = [name for name in _RULES if keys.given(name)]
+    if given and listed != rule(keys, count):
+        raise LedgerError(f"{keys.where}: layer_types and {given[0]} contradict each other")
+    for name in (*_RULES, *_ANSWERED):
+        keys.get(name)
+    return listed
+
+
+def shared_sources(keys: Keys, kinds: Sequence[str]) -> dict[int, int]:
+    """Of each layer that reads another one's K and V, which one: the last ones of Gemma 3n, which
+    share with the last own layer of their kind, or all but each n-th (CLA, arXiv 2405.12981).
+
+    Raises:
+      LedgerError: there is no such layer, or keys contradict each other.
+    """
+    count = len(kinds)
+    last = keys.integer_or_zero("num_kv_shared_layers")
+    factor = keys.integer_or_none("cla_share_factor")
+    crosses = keys.flag("use_cla", default=factor is not None)
+    if crosses and factor is None:
+        raise LedgerError(f"{keys.where}: has no cla_share_factor, which use_cla asks for")
+    if crosses and last:
+        raise LedgerError(f"{keys.where}: num_kv_shared_layers and use_cla contradict each other")
+    if crosses and factor is not None:
+        sources = {i: i - i % factor for i in range(count) if i % factor}
+    elif last:
+        alike = {kinds[i]: i for i in range(count - last)}
+        sources = {i: alike.get(kinds[i], -1) for i in range(max(0, count - last), count)}
+    else:
+        return {}
+    for layer, source in sources.items():
+        if source < 0 or kinds[layer] != kinds[source] or kinds[layer] == LINEAR:
+            name = "cla_share_factor" if crosses else "num_kv_shared_layers"
+            value = factor if crosses else last
+            raise keys.error(name, value, f"leaves layer {layer} none of its kind to share with")
+    return sources
+
+
+def all_full(keys: Keys, count: int) -> list[str]:
+    """Every layer sees all."""
+    return [FULL] * count
+
+
+def windowed(keys: Keys, count: int) -> list[str]:
+    """Every layer slides, where there is a window that is not switched off."""
+    window = keys.integer_or_zero("sliding_window")
+    return [SLIDING if window and keys.flag("use_sliding_window", True) else FULL] * count
+
+
+def qwen(keys: Keys, count: int) -> list[str]:
+    """A window for the layers from `max_window_layers` on, if it is switched on."""
+    first, window = keys.get("max_window_layers"), keys.integer_or_zero("sliding_window")
+    if not keys.flag("use_sliding_window"):
+        return [FULL] * count
+    if not window or type(first) is not int or first < 0:
+        raise LedgerError(
+            f"{keys.where}: use_sliding_window needs sliding_window and max_window_layers"
+        )
+    return [SLIDING if i >= first else FULL for i in range(count)]
+
+
+def smollm3(keys: Keys, count: int) -> list[str]:
+    """As Qwen's; every fourth layer is without RoPE, and sees all the same."""
+    keys.get("no_rope_layers")
+    return qwen(keys, count)
+
+
+def alternating(keys: Keys, count: int) -> list[str]:
+    """Layers 0, 2, .. slide."""
+    keys.integer("sliding_window")
+    return [FULL if i % 2 else SLIDING for i in range(count)]
+
+
+def patterned(default: int) -> Rule:
+    """Every n-th layer is full, the others slide; n is `default` where no key says."""
+
+    def kinds(keys: Keys, count: int) -> list[str]:
+        n = keys.integer(
+            "sliding_window_pattern",
+            "_sliding_window_pattern",
+            default=default,
+            because="the family's own",
+        )
+        return [FULL if (i + 1) % n == 0 else SLIDING for i in range(count)]
+
+    return kinds
+
+
+def every_fourth_full(keys: Keys, count: int) -> list[str]:
+    """Linear attention, and every n-th layer full; n is 4 where no key says."""
+    n = keys.integer("full_attention_interval", default=4, because="the family's own")
+    return [FULL if (i + 1) % n == 0 else LINEAR for i in range(count)]
+
+
+def llama4(keys: Keys, count: int) -> list[str]:
+    """Chunks for the layers that have RoPE: 1 in `no_rope_layers`."""
+    has_rope = keys.integers("no_rope_layers", count) or [
+        int((i + 1) % 4 != 0) for i in range(count)
+    ]
+    chunked = keys.integer_or_zero("attention_chunk_size") > 0
+    return [CHUNKED if chunked and rope else FULL for rope in has_rope]
+
+
+def minimax(keys: Keys, count: int) -> list[str]:
+    """Linear attention; full where `attn_type_list` has 1."""
+    keys.get("block_size")  # of tokens that are computed together
+    kinds = keys.integers("attn_type_list", count)
+    if kinds is None:
+        raise LedgerError(f"{keys.where}: has no attn_type_list")
+    if set(kinds) - {0, 1}:
+        raise keys.error("attn_type_list", kinds, "has a kind that is neither 0 nor 1")
+    return [FULL if full else LINEAR for full in kinds]

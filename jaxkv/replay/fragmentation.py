@@ -1,0 +1,425 @@
+"""What an allocator of KV slots wastes while a service runs.
+
+Requests come, wait in the order of arrival, are admitted when the allocator has room, grow by one
+token a step and leave. A slot, room for the K and V of one token, is at any time one of
+
+    used        holds a token
+    reserved    will hold a token of the sequence that has it
+    internal    given to a sequence that will never need it: of a page's end, or of a longest length
+    external    free, and enough for the request that waits if it were in one piece
+    free        any other
+
+and all but used and free are waste (arXiv 2309.06180, figure 2). Paged allocation takes pages from
+`jaxkv.prefix.PagePool`, as the engine does; where they run out, the sequence that came last waits
+again, and goes on from its length when there is room.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from jaxkv.prefix import PagePool
+from jaxkv.replay.contiguous import Buddy, FirstFit, MaxLength, Reserving
+from jaxkv.replay.errors import ReplayError
+from jaxkv.replay.traces import TraceRequest
+
+ALLOCATORS = ("max-length", "buddy", "oracle", "paged")
+MOST_SLOTS = 1 << 28
+_SAMPLES = 400  # at least, up to twice as many
+
+
+class Sample(NamedTuple):
+    """The slots at one time, and how many sequences run and wait."""
+
+    seconds: float
+    used: int
+    reserved: int
+    internal: int
+    external: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragmentation:
+    """What an allocator made of a series of requests; slots are means over time.
+
+    Attributes:
+      allocator: of `ALLOCATORS`.
+      page_size: P; None of one that is not paged.
+      capacity: slots.
+      requests, refused: how many came, and how many were too long to be served at all.
+      preemptions: how often a sequence had to wait again.
+      used, reserved, internal, external: see the module.
+      mean_running, most_running: sequences at a time.
+      mean_wait: seconds from arrival to admission.
+      seconds: until the last one was served.
+      samples: the same over time.
+    """
+
+    allocator: str
+    page_size: int | None
+    capacity: int
+    requests: int
+    refused: int
+    preemptions: int
+    used: float
+    reserved: float
+    internal: float
+    external: float
+    mean_running: float
+    most_running: int
+    mean_wait: float
+    seconds: float
+    samples: tuple[Sample, ...] = field(repr=False, compare=False)
+
+    @property
+    def waste(self) -> float:
+        """Share of what is taken, or free and of no use, that holds no token."""
+        lost = self.reserved + self.internal + self.external
+        return lost / (self.used + lost) if self.used else 0.0
+
+
+class _Store(Protocol):
+    """Where sequences have their slots."""
+
+    def fits(self, final: int) -> bool:
+        """Whether a sequence of so many tokens can be served at all."""
+        ...
+
+    def admit(self, length: int, final: int, running: int) -> "_Slots | None":
+        """Takes the first slots of a sequence; None where there is no room."""
+        ...
+
+    def grow(self, growing: "Sequence[_Slots]") -> bool:
+        """Takes more for each, or for none; whether there was room."""
+        ...
+
+    def release(self, slots: "_Slots") -> None:
+        """Takes them back."""
+        ...
+
+    def external(self, length: int, final: int) -> int:
+        """Free slots that would do for a sequence that waits, if they were in one piece."""
+        ...
+
+
+@dataclass(slots=True)
+class _Slots:
+    """A sequence's slots: so many, and what its store knows them by."""
+
+    count: int
+    start: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class _Contiguous:
+    """One run a sequence."""
+
+    def __init__(self, allocator: Reserving, longest: int):
+        self._allocator = allocator
+        self._longest = longest
+
+    def fits(self, final: int) -> bool:
+        return final <= self._longest
+
+    def admit(self, length: int, final: int, running: int) -> _Slots | None:
+        size = self._allocator.size(final)
+        start = self._allocator.take(size)
+        return None if start is None else _Slots(size, start)
+
+    def grow(self, growing: Sequence[_Slots]) -> bool:
+        raise AssertionError("a run has room for the whole sequence")
+
+    def release(self, slots: _Slots) -> None:
+        self._allocator.give(slots.start, slots.count)
+
+    def external(self, length: int, final: int) -> int:
+        free = self._allocator.free
+        return free if free >= self._allocator.size(final) else 0
+
+
+class _Paged:
+    """Pages of the engine's pool."""
+
+    def __init__(self, capacity: int, page_size: int):
+        self._pool = PagePool(capacity // page_size + 1)
+        self._page_size = page_size
+
+    def fits(self, final: int) -> bool:
+        return -(-final // self._page_size) <= self._pool.capacity
+
+    def admit(self, length: int, final: int, running: int) -> _Slots | None:
+        needed = -(-length // self._page_size)
+        if needed + running > self._pool.num_free:  # a page for each that runs stays free
+            return None
+        return _Slots(needed * self._page_size, pages=self._pool.acquire(needed))
+
+    def grow(self, growing: Sequence[_Slots]) -> bool:
+        if self._pool.num_free < len(growing):
+            return False
+        for slots, page in zip(growing, self._pool.acquire(len(growing)), strict=True):
+            slots.pages.append(page)
+            slots.count += self._page_size
+        return True
+
+    def release(self, slots: _Slots) -> None:
+        self._pool.release(slots.pages)
+
+    def external(self, length: int, final: int) -> int:
+        return 0
+
+
+def measure_fragmentation(
+    requests: Sequence[TraceRequest],
+    allocator: str,
+    *,
+    capacity: int,
+    page_size: int = 16,
+    max_length: int | None = None,
+    step_seconds: float = 0.03,
+    on_request: Callable[[], object] = lambda: None,
+) -> Fragmentation:
+    """Replays requests over an allocator.
+
+    Args:
+      requests: in order of arrival.
+      allocator: of `ALLOCATORS`.
+      capacity: slots that there are.
+      page_size: P, of `paged`.
+      max_length: what `max-length` reserves; None for the power of two that holds every request.
+      step_seconds: how long a token takes.
+      on_request: called when a request is served, or refused.
+
+    Raises:
+      ReplayError: a number is out of range, or no request can be served.
+    """
+    longest = max((one.prompt + one.answer for one in requests), default=0)
+    max_length = max_length or 1 << max(0, longest - 1).bit_length()
+    if not 1 <= page_size <= capacity <= MOST_SLOTS:
+        raise ReplayError(
+            f"{capacity} slots in pages of {page_size}: must be a page to {MOST_SLOTS} slots"
+        )
+    if not 1e-6 <= step_seconds <= 1e6:
+        raise ReplayError(f"{step_seconds} seconds a step: must be 1e-6 to 1e6")
+    stores: dict[str, Callable[[], _Store]] = {
+        "max-length": lambda: _Contiguous(
+            MaxLength(capacity, max_length), max_length if max_length <= capacity else 0
+        ),
+        "buddy": lambda: _Contiguous(Buddy(capacity), 1 << (capacity.bit_length() - 1)),
+        "oracle": lambda: _Contiguous(FirstFit(capacity), capacity),
+        "paged": lambda: _Paged(capacity, page_size),
+    }
+    if allocator not in stores:
+        raise ReplayError(f"no allocator {allocator!r}; there are {', '.join(ALLOCATORS)}")
+    service = _Service(stores[allocator](), requests, step_seconds, on_request)
+    service.run()
+    if service.served == 0:
+        raise ReplayError(
+            f"{allocator}: none of {len(requests)} requests fits into {capacity} slots"
+        )
+    steps = max(1, service.now - service.first)
+    mean = {name: total / steps for name, total in service.totals.items()}
+    return Fragmentation(
+        allocator=allocator,
+        page_size=page_size if allocator == "paged" else None,
+        capacity=capacity,
+        requests=len(requests),
+        refused=len(requests) - service.served,
+        preemptions=service.preemptions,
+        used=mean["used"],
+        reserved=mean["promised"] - mean["used"],
+        internal=mean["given"] - mean["promised"],
+        external=mean["external"],
+        mean_running=mean["running"],
+        most_running=service.most_running,
+        mean_wait=service.waited * step_seconds / service.served,
+        seconds=steps * step_seconds,
+        samples=tuple(service.samples),
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """A request under way.
+
+    Attributes:
+      arrived: step.
+      length, final: tokens when it was admitted last, or will be; and in the end.
+      birth: step at which it would have had no token; its length grows from there.
+      slots: that it has.
+      due: step at which it is at its end, or at the end of its slots.
+      admitted: it has been.
+    """
+
+    arrived: int
+    length: int
+    final: int
+    birth: int = 0
+    slots: _Slots = field(default_factory=lambda: _Slots(0))
+    due: int = -1
+    admitted: bool = False
+
+
+class _Service:
+    """The simulation, from event to event; between them all sums are linear in time.
+
+    Attributes:
+      now, first: steps.
+      totals: sums over steps, of slots and of running sequences.
+    """
+
+    def __init__(
+        self,
+        store: _Store,
+        requests: Sequence[TraceRequest],
+        step_seconds: float,
+        on_request: Callable[[], object],
+    ):
+        self._store = store
+        self._step_seconds = step_seconds
+        self._on_request = on_request
+        self._coming = deque(
+            _Sequence(math.ceil(one.arrival / step_seconds), one.prompt, one.prompt + one.answer)
+            for one in requests
+        )
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[_Sequence, None] = {}  # by admission
+        self._due: dict[int, list[_Sequence]] = {}
+        self._steps: list[int] = []  # a heap of the keys of `_due`
+        self.now = self.first = self._coming[0].arrived if self._coming else 0
+        self.served = self.preemptions = self.waited = self.most_running = 0
+        self._used = self._given = self._promised = self._external = 0
+        names = ("used", "given", "promised", "external", "running")
+        self.totals = dict.fromkeys(names, 0)
+        self.samples: list[Sample] = []
+        last = self._coming[-1].arrived if self._coming else 0
+        self._every = max(1, (last - self.first) // _SAMPLES)
+        self._next_sample = self.now
+
+    def run(self) -> None:
+        """Serves all requests."""
+        while self._coming or self._steps:
+            next_due = self._steps[0] if self._steps else math.inf
+            arrival = self._coming[0].arrived if self._coming else math.inf
+            self._advance(int(min(next_due, arrival)))
+            if self.now == next_due:
+                heapq.heappop(self._steps)
+                self._happen(self._due.pop(self.now))
+            while self._coming and self._coming[0].arrived == self.now:
+                self._arrive(self._coming.popleft())
+            if self._waiting or self._external:
+                self._admit()
+
+    def _advance(self, step: int) -> None:
+        dt, n, totals = step - self.now, len(self._running), self.totals
+        totals["used"] += self._used * dt + n * (dt * (dt - 1) // 2)
+        totals["given"] += self._given * dt
+        totals["promised"] += self._promised * dt
+        totals["external"] += self._external * dt
+        totals["running"] += n * dt
+        self._used += n * dt
+        self.now = step
+        if step >= self._next_sample:
+            self._sample()
+
+    def _happen(self, due: list[_Sequence]) -> None:
+        """Sequences are at their ends, which make room first, or at the ends of their slots."""
+        growing = []
+        for sequence in dict.fromkeys(due):  # one that waited since may be in there twice
+            if sequence.due != self.now:
+                continue
+            if self.now - sequence.birth == sequence.final:
+                self._leave(sequence)
+                self.served += 1
+                self._on_request()
+            else:
+                growing.append(sequence)
+        if growing and not self._grow(growing):
+            for sequence in growing:
+                while sequence.due == self.now and not self._grow([sequence]):
+                    self._preempt(next(reversed(self._running)))
+
+    def _grow(self, growing: list[_Sequence]) -> bool:
+        if not self._store.grow([sequence.slots for sequence in growing]):
+            return False
+        given = promised = 0
+        for sequence in growing:
+            length, count = self.now - sequence.birth, sequence.slots.count
+            given += count - length
+            promised += (count if count < sequence.final else sequence.final) - length
+            self._schedule(sequence)
+        self._given += given
+        self._promised += promised
+        return True
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        self._leave(sequence)
+        sequence.length = self.now - sequence.birth
+        self._waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _arrive(self, sequence: _Sequence) -> None:
+        if self._store.fits(sequence.final):
+            self._waiting.append(sequence)
+        else:
+            self._on_request()
+
+    def _admit(self) -> None:
+        self._external = 0
+        while self._waiting:
+            head = self._waiting[0]
+            slots = self._store.admit(head.length, head.final, len(self._running))
+            if slots is None:
+                self._external = self._store.external(head.length, head.final)
+                break
+            self._waiting.popleft()
+            if not head.admitted:
+                self.waited += self.now - head.arrived
+            head.slots, head.birth, head.admitted = slots, self.now - head.length, True
+            self._running[head] = None
+            self._used += head.length
+            self._given += slots.count
+            self._promised += min(slots.count, head.final)
+            self._schedule(head)
+        self.most_running = max(self.most_running, len(self._running))
+
+    def _leave(self, sequence: _Sequence) -> None:
+        slots = sequence.slots
+        self._used -= self.now - sequence.birth
+        self._given -= slots.count
+        self._promised -= min(slots.count, sequence.final)
+        self._store.release(slots)
+        del self._running[sequence]
+        sequence.due = -1
+
+    def _schedule(self, sequence: _Sequence) -> None:
+        """Enters the next step at which something happens to a sequence."""
+        count, final = sequence.slots.count, sequence.final
+        sequence.due = step = sequence.birth + (count if count < final else final)
+        due = self._due.get(step)
+        if due is None:
+            self._due[step] = [sequence]
+            heapq.heappush(self._steps, step)
+        else:
+            due.append(sequence)
+
+    def _sample(self) -> None:
+        self.samples.append(
+            Sample(
+                (self.now - self.first) * self._step_seconds,
+                self._used,
+                self._promised - self._used,
+                self._given - self._promised,
+                self._external,
+                len(self._running),
+                len(self._waiting),
+            )
+        )
+        self._next_sample = self.now + self._every
+        if len(self.samples) > 2 * _SAMPLES:
+            del self.samples[1::2]
+            self._every *= 2

@@ -1,0 +1,180 @@
+"""What a prefix cache saves: requests replayed over it, one after the other.
+
+Saved are the multiply-adds of the prompt tokens that were found: those of a whole prefill less
+those of the tokens behind the hit, attention over the hit included. Seconds are operations over a
+rate. Not here: the caches (`caches`, `optimum`), what a model multiplies (`jaxkv.ledger`).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from jaxkv.ledger import Model, prefill_macs
+from jaxkv.ledger.compute import generation_macs
+from jaxkv.prefix.node import TOKEN, pack
+from jaxkv.replay.caches import CACHES, PrefixCache, make_cache
+from jaxkv.replay.errors import ReplayError
+from jaxkv.replay.optimum import Optimum
+
+OPTIMUM = "optimum"
+Packed = Collection[tuple[bytes, bytes]]  # prompts and answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one request took from the cache and left in it.
+
+    Attributes:
+      number: from 1.
+      prompt, answer: tokens.
+      matched: prompt tokens that were found.
+      recomputed: prompt tokens that were not.
+      inserted: tokens computed, and known from now on.
+      evicted: slots that were let go for it.
+      held: slots of cached tokens when it had ended.
+      refused: it did not fit.
+    """
+
+    number: int
+    prompt: int
+    answer: int
+    matched: int
+    recomputed: int
+    inserted: int
+    evicted: int
+    held: int
+    refused: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reuse:
+    """What a cache made of a workload.
+
+    Attributes:
+      cache, eviction: their names.
+      page_size: P.
+      capacity: tokens.
+      requests, refused: how many came, and how many were longer than the cache.
+      prompt_tokens, hit_tokens: of all prompts, and those found.
+      evicted_tokens: slots let go.
+      most_held, mean_held: slots of cached tokens after a request.
+      prefill_flops, saved_flops: operations of all prefills without a cache across requests, and
+        those that hits saved; 0 without a model.
+    """
+
+    cache: str
+    eviction: str
+    page_size: int
+    capacity: int
+    requests: int
+    refused: int
+    prompt_tokens: int
+    hit_tokens: int
+    evicted_tokens: int
+    most_held: int
+    mean_held: float
+    prefill_flops: int
+    saved_flops: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompts' tokens that was found."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def pack_requests(
+    requests: Iterable[tuple[list[int], list[int]]],
+) -> Iterator[tuple[bytes, bytes]]:
+    """Prompts and answers as the index has tokens."""
+    return ((pack(prompt), pack(answer)) for prompt, answer in requests)
+
+
+def turns(
+    requests: Packed, cache: str, *, capacity: int, page_size: int = 16, eviction: str = "lru"
+) -> Iterator[Turn]:
+    """Replays requests over a cache.
+
+    Args:
+      requests: packed; none empty.
+      cache: of `CACHES`.
+      capacity: tokens that it holds.
+      page_size: P.
+      eviction: of `EVICTIONS`, or `optimum`, the limit for what the cache finds: whole pages, or
+        for `token` single ones.
+
+    Raises:
+      ReplayError: there is no such cache or order, or a number is out of range.
+    """
+    if eviction == OPTIMUM:
+        if cache not in CACHES[2:]:
+            raise ReplayError(f"{OPTIMUM}: is of a cache that keeps pages, not of {cache!r}")
+        made: PrefixCache = Optimum(requests, capacity, 1 if cache == "token" else page_size)
+    else:
+        made = make_cache(cache, capacity, page_size, eviction)
+    for number, (prompt, answer) in enumerate(requests, start=1):
+        one = made.serve(prompt, answer)
+        n, m = len(prompt) // TOKEN, len(answer) // TOKEN
+        yield Turn(
+            number=number,
+            prompt=n,
+            answer=m,
+            matched=one.matched,
+            recomputed=n - one.matched,
+            inserted=0 if one.refused or cache in CACHES[:2] else n - one.matched + m - 1,
+            evicted=one.evicted,
+            held=one.held,
+            refused=one.refused,
+        )
+
+
+def measure_reuse(
+    requests: Packed,
+    cache: str,
+    *,
+    capacity: int,
+    page_size: int = 16,
+    eviction: str = "lru",
+    model: Model | None = None,
+    on_request: Callable[[], object] = lambda: None,
+) -> Reuse:
+    """Replays requests and adds up what `turns` says of them.
+
+    Args:
+      requests, cache, capacity, page_size, eviction: see `turns`.
+      model: whose multiply-adds are counted.
+      on_request: called after each request.
+
+    Raises:
+      ReplayError: see `turns`.
+    """
+    count = refused = prompt = hit = evicted = most = held = total = saved = 0
+    for turn in turns(requests, cache, capacity=capacity, page_size=page_size, eviction=eviction):
+        count += 1
+        refused += turn.refused
+        prompt += turn.prompt
+        hit += turn.matched
+        evicted += turn.evicted
+        most = max(most, turn.held)
+        held += turn.held
+        if model is not None:
+            whole = prefill_macs(model, turn.prompt).total
+            if cache == "none":
+                whole = generation_macs(model, turn.prompt, turn.answer, cache=False).total
+            total += 2 * whole
+            if turn.matched:
+                saved += 2 * (whole - prefill_macs(model, turn.prompt, turn.matched).total)
+        on_request()
+    return Reuse(
+        cache=cache,
+        eviction=eviction if cache in CACHES[2:] else "-",
+        page_size=page_size,
+        capacity=capacity,
+        requests=count,
+        refused=refused,
+        prompt_tokens=prompt,
+        hit_tokens=hit,
+        evicted_tokens=evicted,
+        most_held=most,
+        mean_held=held / count if count else 0.0,
+        prefill_flops=total,
+        saved_flops=saved,
+    )

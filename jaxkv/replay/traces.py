@@ -1,0 +1,130 @@
+"""Traces of real services: when requests came, how long they were, and what they shared.
+
+A line is a JSON object, as Mooncake published theirs (arXiv 2407.00079):
+
+    {"timestamp": 1500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, .., 13]}
+
+`timestamp` is in milliseconds; `hash_ids` has a number for each 512 tokens of the prompt, equal
+where the prompts are equal up to there, and may be missing. What a user said is not in a trace, so
+`Expanded` makes tokens up that are shared as the numbers are; answers are shared with nobody.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxkv.replay.errors import ReplayError
+
+BLOCK = 512  # tokens of a hash id
+LONGEST = 1 << 24
+_LATEST = 10**14
+_ANSWERS = 1 << 30  # token ids from here on are of answers
+_MOST_BLOCKS = _ANSWERS // BLOCK
+
+
+class TraceRequest(NamedTuple):
+    """One request.
+
+    Attributes:
+      arrival: seconds.
+      prompt, answer: tokens.
+      blocks: a number for each 512 tokens of the prompt; empty where the trace has none.
+    """
+
+    arrival: float
+    prompt: int
+    answer: int
+    blocks: tuple[int, ...] = ()
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Reads a trace, in order of arrival.
+
+    Raises:
+      ReplayError: it has no request, or a line is none; the line is named.
+      OSError: it cannot be read.
+    """
+    requests = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    requests.append(_request(json.loads(line)))
+                except (ValueError, RecursionError) as error:
+                    reason = str(error).partition("\n")[0]
+                    raise ReplayError(f"{path}: line {number}: {reason}") from None
+    if not requests:
+        raise ReplayError(f"{path}: has no request")
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+class Expanded:
+    """Packed prompts and answers whose tokens are equal where the blocks' numbers are.
+
+    Made anew in each round, since all together may be larger than a memory. A request without
+    blocks shares nothing; answers have a token at least, and are distinct from all else.
+    """
+
+    def __init__(self, trace: Sequence[TraceRequest]):
+        """Takes the requests.
+
+        Raises:
+          ReplayError: there are more blocks than token ids for them.
+        """
+        self._trace = trace
+        self._numbers: dict[int, int] = {}
+        for request in trace:
+            for block in request.blocks:
+                self._numbers.setdefault(block, len(self._numbers))
+        if len(self._numbers) > _MOST_BLOCKS:
+            raise ReplayError(f"{len(self._numbers)} blocks: a trace may have {_MOST_BLOCKS}")
+
+    def __len__(self) -> int:
+        return len(self._trace)
+
+    def __contains__(self, request: object) -> bool:
+        return any(request == one for one in self)
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        fresh, within = 0, np.arange(BLOCK, dtype=np.int64)
+        for request in self._trace:
+            blocks = np.array([self._numbers[block] for block in request.blocks], np.int64)
+            tokens = (blocks[:, None] * BLOCK + within).reshape(-1)[: request.prompt]
+            num_fresh = request.prompt - len(tokens) + request.answer
+            made = _ANSWERS + (fresh + np.arange(num_fresh)) % _ANSWERS
+            fresh += num_fresh
+            tokens = np.concatenate([tokens, made]).astype(np.int32)
+            yield tokens[: request.prompt].tobytes(), tokens[request.prompt :].tobytes()
+
+
+def _request(raw: Any) -> TraceRequest:
+    """A request of a parsed line.
+
+    Raises:
+      ReplayError: it is none.
+    """
+    if not isinstance(raw, dict):
+        raise ReplayError("is no JSON object")
+    blocks = raw.get("hash_ids", [])
+    if not isinstance(blocks, list) or not all(type(x) is int and x >= 0 for x in blocks):
+        raise ReplayError("hash_ids must be a list of whole numbers")
+    prompt, answer = _length(raw, "input_length", 1), _length(raw, "output_length", 0)
+    arrival = raw.get("timestamp", 0)
+    is_number = isinstance(arrival, int | float) and not isinstance(arrival, bool)
+    if not is_number or not 0 <= arrival <= _LATEST:
+        raise ReplayError(f"timestamp = {arrival!r} must be 0 to {_LATEST} milliseconds")
+    if blocks and not (len(blocks) - 1) * BLOCK < prompt <= len(blocks) * BLOCK:
+        raise ReplayError(f"{len(blocks)} hash_ids do not cover {prompt} tokens, {BLOCK} each")
+    return TraceRequest(arrival / 1e3, prompt, max(1, answer), tuple(blocks))
+
+
+def _length(raw: dict[str, Any], name: str, least: int) -> int:
+    value = raw.get(name)
+    if value is None:
+        raise ReplayError(f"has no {name}")
+    if type(value) is not int or not least <= value <= LONGEST:
+        raise ReplayError(f"{name} = {value!r} must be {least} to {LONGEST} tokens")
+    return value

@@ -1,0 +1,222 @@
+"""Page writes for TPUs: the rows of a step go into pages of a pool that stays where it is.
+
+A DMA moves whole tiles of some rows, so that what is written is a *piece* of a page: it is fetched,
+its new rows are put in, and it goes back. A step's tokens are sorted by slot first, so that no
+piece is touched twice and several can be on their way:
+
+    slots     17 | 64 65 66 67 | 131        rows, sorted
+    pieces    [1]  [    4      ]  [8]       each with its rows; fetched `NUM_BUFFERS - 1` ahead
+
+Copies of whole pages go by way of a buffer, all reads before all writes. XLA's own scatter brings
+pools of 8-bit codes into a layout of its own and back at each step. Not here: the values that are
+stored (`Pages.encode`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.pages import token_shape
+from pallas_kernels.quantised_pages import AnyPages, TokenPages
+
+NUM_BUFFERS = 4
+PIECE = 32  # rows of the largest tile, that of 8-bit codes
+Ref = Any
+
+
+def refusal(pages: AnyPages) -> str | None:
+    """Why these pages cannot be written, or None."""
+    return None if pages.layout == "paired" else "pages must be paired"
+
+
+@jax.jit
+def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> TokenPages:
+    """See `pallas_kernels.page_write.api`."""
+    if not slots.size:
+        return pages
+    N, P = pages.num_pages, pages.page_size
+    # The null page is written for nobody to read: its slots, and those outside the pool, come last.
+    outside = (slots < P) | (slots >= N * P)
+    slots = jnp.where(outside, N * P, slots)
+    order = jnp.argsort(slots)
+    arrays = pages.paged
+    for name, rows in pages.encode(k, v).items():
+        array = arrays[name]
+        rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
+        arrays[name] = _put(array, rows[order], slots[order])
+    return dataclasses.replace(pages, **arrays)
+
+
+@jax.jit
+def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P:
+    """See `pallas_kernels.page_write.api`."""
+    if not source.size:
+        return pages
+    source = jnp.clip(source, 0, pages.num_pages - 1)
+    # Padding copies the null page, which nobody reads, onto itself.
+    writes = (target > 0) & (target < pages.num_pages)
+    arrays = {
+        name: _copy(array, source, jnp.where(writes, target, -1))
+        for name, array in pages.paged.items()
+    }
+    return dataclasses.replace(pages, **arrays)
+
+
+def _copy(array: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Copies pages; a target < 0 stands for none."""
+    held = jax.ShapeDtypeStruct((source.size, *array.shape[1:]), array.dtype)
+    copied, _ = pl.pallas_call(
+        _copy_kernel,
+        out_shape=(jax.ShapeDtypeStruct(array.shape, array.dtype), held),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)],
+            out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
+            scratch_shapes=[pltpu.SemaphoreType.DMA(())],
+        ),
+        input_output_aliases={2: 0},
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        name="copy_pages",
+    )(source, target, array)
+    return copied
+
+
+def _copy_kernel(source: Ref, target: Ref, _: Ref, pool: Ref, held: Ref, arrived: Ref) -> None:
+    def read(i: jax.Array) -> Any:
+        return pltpu.make_async_copy(pool.at[source[i]], held.at[i], arrived)
+
+    def write(i: jax.Array) -> Any:
+        return pltpu.make_async_copy(held.at[i], pool.at[target[i]], arrived)
+
+    def each(act: Callable[[jax.Array], None]) -> None:
+        def one(i: jax.Array, _: None) -> None:
+            pl.when(target[i] >= 0)(lambda: act(i))
+
+        lax.fori_loop(0, source.shape[0], one, None)
+
+    each(lambda i: read(i).start())
+    each(lambda i: read(i).wait())
+    each(lambda i: write(i).start())
+    each(lambda i: write(i).wait())
+
+
+class _Pieces(NamedTuple):
+    """The pieces of pages that a step writes.
+
+    Attributes:
+      live: `[1]`, how many there are; all int32.
+      number: `[T]`, of each piece, counted over the pool.
+      first, end: `[T]`, of each piece its first row, and the one after its last.
+      offset: `[T]`, of each row in its piece.
+    """
+
+    live: jax.Array
+    number: jax.Array
+    first: jax.Array
+    end: jax.Array
+    offset: jax.Array
+
+    @classmethod
+    def of(cls, slots: jax.Array, size: int, num_slots: int) -> "_Pieces":
+        """Those of slots in ascending order, of which those from `num_slots` on do not count."""
+        (T,), none = slots.shape, jnp.full(1, -1, jnp.int32)
+        number = jnp.where(slots < num_slots, slots // size, -1)
+        begins = (number != jnp.concatenate([none, number[:-1]])) & (number >= 0)
+        first = jnp.nonzero(begins, size=T, fill_value=T)[0].astype(jnp.int32)
+        num_rows = jnp.sum(number >= 0, dtype=jnp.int32)
+        end = jnp.minimum(jnp.append(first[1:], T), num_rows)
+        pieces = begins.sum(dtype=jnp.int32)[None]
+        return cls(pieces, number.at[first].get(mode="clip"), first, end, slots % size)
+
+
+def _put(array: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes `rows [T, C, ...]`, sorted by slot, into pages `[N, C, P, ...]`."""
+    N, C, P, *rest = array.shape
+    size = PIECE if rest and P % PIECE == 0 else P
+    pieces = _Pieces.of(slots, size, N * P)
+    most = min(size, rows.shape[0])
+    rows = rows.reshape(*rows.shape, 1) if not rest else rows
+    return pl.pallas_call(
+        functools.partial(_kernel, size),
+        out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(pieces),
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
+            out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
+            scratch_shapes=[
+                pltpu.VMEM((NUM_BUFFERS, most, *rows.shape[1:]), rows.dtype),
+                pltpu.VMEM((NUM_BUFFERS, C, size, *rest), array.dtype),
+                pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
+                pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
+            ],
+        ),
+        input_output_aliases={len(pieces) + 1: 0},
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        name="write_pages",
+    )(*pieces, rows, array)
+
+
+def _kernel(size: int, *refs: Ref) -> None:
+    *scalars, rows, _, pool, new, pages, arrived, left = refs
+    pieces = _Pieces(*scalars)
+    count, pieces_per_page = pieces.live[0], pool.shape[2] // size
+
+    def place(s: jax.Array) -> Ref:
+        number = pieces.number[s]
+        page = pool.at[lax.div(number, pieces_per_page)]
+        if pieces_per_page == 1:
+            return page
+        start = lax.rem(number, pieces_per_page) * size
+        return page.at[:, pl.ds(pl.multiple_of(start, size), size)]
+
+    def fetches(s: jax.Array) -> list[Any]:
+        b, n = lax.rem(s, NUM_BUFFERS), pieces.end[s] - pieces.first[s]
+        pairs = (
+            (place(s), pages.at[b]),
+            (rows.at[pl.ds(pieces.first[s], n)], new.at[b, pl.ds(0, n)]),
+        )
+        return [pltpu.make_async_copy(*pair, arrived.at[b]) for pair in pairs]
+
+    def store(s: jax.Array) -> Any:
+        b = lax.rem(s, NUM_BUFFERS)
+        return pltpu.make_async_copy(pages.at[b], place(s), left.at[b])
+
+    def start(s: jax.Array) -> None:
+        pl.when(s >= NUM_BUFFERS)(lambda: store(s - NUM_BUFFERS).wait())
+        for copy in fetches(s):
+            copy.start()
+
+    def piece(s: jax.Array, _: None) -> None:
+        ahead = s + NUM_BUFFERS - 1
+        pl.when(ahead < count)(lambda: start(ahead))
+        for copy in fetches(s):
+            copy.wait()
+        b, first = lax.rem(s, NUM_BUFFERS), pieces.first[s]
+
+        def row(r: jax.Array, _: None) -> None:
+            _put_row(pages.at[b], new[b, r - first], pieces.offset[r])
+
+        lax.fori_loop(first, pieces.end[s], row, None)
+        store(s).start()
+
+    for s in range(NUM_BUFFERS - 1):
+        pl.when(s < count)(functools.partial(start, jnp.int32(s)))
+    lax.fori_loop(0, count, piece, None)
+    lax.fori_loop(jnp.maximum(count - NUM_BUFFERS, 0), count, lambda s, _: store(s).wait(), None)
+
+
+def _put_row(page: Ref, row: jax.Array, offset: jax.Array) -> None:
+    """Puts a token's `[C, W]`, or `[C, 1]`, at an offset into `[C, size, W]`, or `[C, size]`."""
+    here = lax.broadcasted_iota(jnp.int32, page.shape, 1) == offset
+    if len(page.shape) == 3:
+        row = row[:, None, :]
+    page[...] = jnp.where(here, row, page[...])

@@ -1,0 +1,120 @@
+"""Rows of figures as people and programs read them: a table, CSV, JSON; and a file with a figure.
+
+Not a command; not here: what the rows are of, nor how figures are drawn (`plots`).
+"""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+
+
+class Column(NamedTuple):
+    """A column of a table: a row's key, its title, and how a value is shown."""
+
+    key: str
+    title: str
+    show: Callable[[Any], str] = str
+
+
+def whole(value: float | None) -> str:
+    """A number without decimals, in groups of three digits; a dash for none."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def limit(value: int | None) -> str:
+    """A whole number that None leaves open."""
+    return "no limit" if value is None else whole(value)
+
+
+def decimals(count: int, suffix: str = "") -> Callable[[float | None], str]:
+    """A way of showing numbers with so many decimals."""
+    return lambda value: "-" if value is None else f"{value:,.{count}f}{suffix}"
+
+
+def percent(value: float | None) -> str:
+    """A share, with two decimals."""
+    return "-" if value is None else f"{value:.2%}"
+
+
+def add_output_arguments(parser: argparse.ArgumentParser, *, plot: str | None) -> None:
+    """Adds `--json`, `--csv`, and `--plot` for a figure of what `plot` says."""
+    group = parser.add_argument_group("output (default: a table)")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--json", action="store_true", help="a JSON list of rows, raw numbers")
+    one.add_argument("--csv", action="store_true", help="CSV with a header, raw numbers")
+    if plot is not None:
+        group.add_argument(
+            "--plot", type=Path, metavar="FILE", help=f"draw {plot} into a .png or .svg"
+        )
+
+
+def check_file(
+    parser: argparse.ArgumentParser, path: Path | None, option: str, suffixes: Sequence[str]
+) -> None:
+    """Ends the run where a file that will be written cannot be, before minutes of work."""
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        parser.error(f"{option} {path}: must end with {' or '.join(suffixes)}")
+    if not path.parent.is_dir():
+        parser.error(f"{option} {path}: no such folder")
+    if path.is_dir():
+        parser.error(f"{option} {path}: is a folder")
+
+
+def write(
+    rows: Sequence[Row],
+    columns: Sequence[Column],
+    args: argparse.Namespace,
+    notes: Iterable[str] = (),
+) -> None:
+    """Prints rows as the arguments say; notes under a table, and on stderr beside CSV and JSON."""
+    notes = list(dict.fromkeys(notes))
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    elif args.csv:
+        writer = csv.DictWriter(sys.stdout, rows[0].keys() if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: _cell(v) for k, v in row.items()} for row in rows)
+    else:
+        print_table(rows, columns)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr if args.json or args.csv else sys.stdout)
+
+
+def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
+    """Prints a table: drawn on a terminal, Markdown elsewhere."""
+    cells = [[column.show(row[column.key]) for column in columns] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table()
+        for i, column in enumerate(columns):
+            numeric = all(_is_number(row[i]) for row in cells)
+            table.add_column(column.title, justify="right" if numeric else "left")
+        for row in cells:
+            table.add_row(*row)
+        Console().print(table)
+    else:
+        print(markdown(cells, columns))
+
+
+def markdown(cells: Sequence[Sequence[str]], columns: Sequence[Column]) -> str:
+    """Cells as a Markdown table."""
+    lines = [[column.title for column in columns], ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(x.replace('|', '/') for x in line)} |" for line in lines)
+
+
+def _cell(value: Any) -> Any:
+    return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text[:1] in "-+<"

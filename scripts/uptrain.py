@@ -1,0 +1,155 @@
+"""Gives a model fewer KV heads, and trains it on.
+
+    python scripts uptrain --model smollm2-135m --kv-heads 1 --text novels/*.txt --steps 2000 \\
+        --fraction 0.05 --out smollm2-mqa
+    python scripts decode --model smollm2-mqa "Once upon a time"
+
+Heads are pooled (--init), and the model is trained on the text for --fraction of --steps updates:
+the next token's loss, of which --distil is the distance from the original's distribution instead.
+The last tenth of the text is held out: its loss is printed before and after.
+
+The state of the run, its losses (loss.csv) and their curve are in OUT.training. A run that was
+stopped goes on from there by the same command, to the same bits.
+"""
+
+import argparse
+import csv
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from models.errors import ModelError
+from models.kv_heads import POOLINGS, with_kv_heads
+from models.loading import LoadedModel
+from models.orbax_checkpoint import check_target, save_checkpoint
+from models.training import TrainConfig, Trainer, mean_loss
+from scripts import console
+from scripts.line_plots import save_lines
+from scripts.serving import read_text
+
+SAVE_EVERY = 50  # updates
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Returns the arguments."""
+    parser = console.Parser("uptrain", __doc__)
+    console.add_model_arguments(parser)
+    add = parser.add_argument
+    add("--kv-heads", type=int, required=True, metavar="K", help="KV heads of the new model")
+    add("--init", choices=POOLINGS, default="mean", help="how heads are pooled (default: mean)")
+    add("--text", type=Path, nargs="+", required=True, metavar="PATH", help="UTF-8 texts")
+    add("--out", type=Path, required=True, metavar="DIR", help="a new directory: the new model")
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add("--steps", type=int, default=1000, metavar="N", help="updates of a whole training")
+    add("--fraction", type=float, default=1.0, metavar="X", help="part of them to run (default: 1)")
+    add("--batch", type=int, default=8, metavar="B", help="sequences an update (default: 8)")
+    add("--length", type=int, default=256, metavar="S", help="tokens of one (default: 256)")
+    add("--lr", type=float, default=3e-4, metavar="X", help="learning rate (default: 3e-4)")
+    add("--distil", type=float, default=0.0, metavar="X", help="part of the loss (default: 0)")
+    add("--seed", type=int, default=0, help="of the batches, and of --init random (default: 0)")
+    args = parser.parse_args(argv)
+    for name, least in (("kv_heads", 1), ("steps", 1), ("batch", 1), ("length", 2), ("seed", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if not 0 <= args.fraction <= 1 or not 0 <= args.distil <= 1:
+        parser.error("--fraction and --distil must be 0 to 1")
+    if not args.lr > 0:
+        parser.error("--lr must be above 0")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    args = parse(argv)
+    check_target(args.out)
+    texts = [read_text(path) for path in args.text]
+    console.enable_compilation_cache()
+    loaded = console.load_model(args)
+    tokens = np.array(loaded.require_tokenizer().encode("\n".join(texts)), np.int32)
+    config = TrainConfig(
+        num_steps=max(1, round(args.steps * args.fraction)),
+        batch=args.batch,
+        length=args.length,
+        learning_rate=args.lr,
+        distil=args.distil,
+        seed=args.seed,
+    )
+    cut = len(tokens) - max(len(tokens) // 10, args.length + 1)
+    if cut <= args.length:
+        raise ModelError(f"{len(tokens)} tokens of text are too few for --length {args.length}")
+    start = with_kv_heads(loaded.model, args.kv_heads, args.init, seed=args.seed)
+    teacher = loaded.model if args.distil else None
+    trainer = Trainer(start, tokens[:cut], config, teacher=teacher)
+    if args.fraction > 0:
+        train(trainer, args, config)
+    sizes = dict(batch=args.batch, length=args.length)
+    original, before, after = (
+        mean_loss(model, tokens[cut:], **sizes) for model in (loaded.model, start, trainer.model)
+    )
+    save_checkpoint(args.out, replace(loaded, model=trainer.model))
+    report(loaded, args, trainer.step)
+    print(f"held-out loss, nats a token: original {original:.4f}, pooled {before:.4f}, ", end="")
+    print(f"trained {after:.4f}")
+    return 0
+
+
+def train(trainer: Trainer, args: argparse.Namespace, config: TrainConfig) -> None:
+    """Runs the training, from its last state if there is one."""
+    folder = args.out.with_name(args.out.name + ".training")
+    folder.mkdir(parents=True, exist_ok=True)
+    check_run(folder / "run.json", args, config)
+    trainer.restore(folder / "state")
+    curve = folder / "loss.csv"
+    losses = [row for row in read_losses(curve) if row[0] <= trainer.step]
+    with console.progress(config.num_steps, unit="step", description="training") as bar:
+        bar.update(trainer.step)
+
+        def on_step(step: int, loss: float) -> None:
+            losses.append((step, loss))
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+
+        while trainer.step < config.num_steps:
+            trainer.run(trainer.step + SAVE_EVERY, on_step)
+            trainer.save(folder / "state")
+            write_losses(curve, losses)
+    points = [(float(step), loss, 0.0) for step, loss in losses]
+    save_lines(
+        folder / "loss", {"training": points}, labels=("step", "nats a token"), title=args.out.name
+    )
+
+
+def check_run(path: Path, args: argparse.Namespace, config: TrainConfig) -> None:
+    """Raises ModelError where a folder has the state of another run."""
+    own = asdict(config) | {"model": args.model, "kv_heads": args.kv_heads, "init": args.init}
+    own |= {"dtype": args.dtype, "text": [str(text) for text in args.text]}
+    if not path.exists():
+        path.write_text(json.dumps(own, indent=1) + "\n", "utf-8")
+    elif json.loads(path.read_text("utf-8")) != own:
+        raise ModelError(f"{path.parent}: has the state of another run; remove it, or name another")
+
+
+def read_losses(path: Path) -> list[tuple[int, float]]:
+    """What `write_losses` wrote; nothing where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+
+
+def write_losses(path: Path, losses: list[tuple[int, float]]) -> None:
+    """Writes the losses of all steps."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("step", "loss"))
+        writer.writerows(losses)
+
+
+def report(loaded: LoadedModel, args: argparse.Namespace, steps: int) -> None:
+    """Prints what was made."""
+    K = loaded.model.config.attention.num_kv_heads
+    heads = f"{args.kv_heads} of {K} KV heads ({args.init})"
+    print(f"{args.out}: {heads}, {steps} steps, {args.kv_heads / K:.3f} of the cache's bytes")

@@ -1,0 +1,108 @@
+"""Scores of every method, a token and head at a time in plain numpy and float64, on dense tensors.
+
+What the vectorised scores are held against: no code is shared. `q` is `[n, H, D]` with the
+softmax's scale applied, `k` and `v` are `[K, S, D]`; query t is token t of the sequence.
+"""
+
+import math
+
+import numpy as np
+
+INF = math.inf
+
+
+def weights_of(q: np.ndarray, k: np.ndarray, cap: float | None) -> np.ndarray:
+    """`[n, H, S]`: causal attention."""
+    n, H, _ = q.shape
+    K, S, _ = k.shape
+    weights = np.zeros((n, H, S))
+    for t in range(n):
+        for h in range(H):
+            logits = k[h // (H // K), : t + 1] @ q[t, h]
+            if cap is not None:
+                logits = cap * np.tanh(logits / cap)
+            e = np.exp(logits - logits.max())
+            weights[t, h, : t + 1] = e / e.sum()
+    return weights
+
+
+def knorm(k, **_):
+    return -np.linalg.norm(k, axis=-1)
+
+
+def keydiff(k, **_):
+    scores = np.zeros(k.shape[:2])
+    for head, keys in enumerate(k):
+        anchor = np.mean([key / np.linalg.norm(key) for key in keys], axis=0)
+        for j, key in enumerate(keys):
+            scores[head, j] = -key @ anchor / np.linalg.norm(key) / np.linalg.norm(anchor)
+    return scores
+
+
+def tova(q, k, cap, **_):
+    mean = weights_of(q, k, cap)[-1].mean(axis=0)
+    mean[-1] = INF
+    return np.stack([mean] * len(k))
+
+
+def snapkv(q, k, cap, **_):
+    (n, H, _), (K, S, _) = q.shape, k.shape
+    weights = weights_of(q, k, cap)[n - min(n, 64) :]
+    scores = np.full((K, S), INF)
+    for head in range(K):
+        for j in range(S - 64):
+            near = [i for i in range(j - 2, j + 3) if 0 <= i < S - 64]
+            own = range(head * (H // K), (head + 1) * (H // K))
+            total = sum(weights[t, h, i] for t in range(64) for h in own for i in near)
+            scores[head, j] = total / 64 / 5 / len(own)
+    return scores
+
+
+def h2o(q, k, cap, keep, **_):
+    (_, H, _), (K, S, _) = q.shape, k.shape
+    total = weights_of(q, k, cap).sum(axis=0).reshape(K, H // K, S).mean(axis=1)
+    total[:, S - keep // 2 :] = INF
+    return total
+
+
+def expected_attention(q, k, v, turned, **_):
+    """`turned(x, by)` rotates a vector on by some positions."""
+    (n, H, D), (K, S, _) = q.shape, k.shape
+    weights = np.zeros((H, S))
+    average = np.mean([[turned(unit, n + i) for unit in np.eye(D)] for i in range(512)], axis=0).T
+    for h in range(H):
+        plain = np.array([turned(q[t, h], -t) for t in range(4, n)])
+        mean, covariance = plain.mean(axis=0), np.cov(plain.T, bias=True)
+        mean, covariance = average @ mean, average @ covariance @ average.T
+        keys = k[h // (H // K), 4:]
+        z = np.array([mean @ key + key @ covariance @ key / 2 for key in keys])
+        e = np.exp(z - z.max())
+        weights[h, 4:] = e / e.sum()
+    scores = weights.reshape(K, H // K, S).mean(axis=1) * np.linalg.norm(v, axis=-1)
+    scores[:, :4] = INF
+    return scores
+
+
+SCORES = {f.__name__: f for f in (knorm, keydiff, tova, snapkv, h2o, expected_attention)} | {
+    "pyramidkv": snapkv
+}
+
+
+def best(scores: np.ndarray, keep: int) -> list[list[int]]:
+    """Of each head the tokens that stay, ascending: the highest, of equals the last."""
+    chosen = []
+    for row in scores:
+        order = sorted(range(len(row)), key=lambda j: (row[j], j))
+        chosen.append(sorted(order[len(row) - keep :]))
+    return chosen
+
+
+def best_of_layer(scores: np.ndarray, keep: int, safeguard: float = 0.2) -> list[list[int]]:
+    """AdaKV: the highest of all heads together, some of each head first."""
+    K, S = scores.shape
+    chosen = {(head, j) for head, js in enumerate(best(scores, int(keep * safeguard))) for j in js}
+    order = sorted(np.ndindex(K, S), key=lambda at: (scores[at], at), reverse=True)
+    for at in order:
+        if len(chosen) < K * keep:
+            chosen.add(at)
+    return [sorted(j for head, j in chosen if head == own) for own in range(K)]

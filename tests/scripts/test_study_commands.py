@@ -1,0 +1,158 @@
+"""`python scripts tradeoff`, `uptrain` and `heads`, on tiny models."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.loading import load_model
+from scripts import console, heads, tradeoff, uptrain
+from tests.models.tiny_checkpoint import write_gguf
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_gguf(tmp_path_factory.mktemp("model") / "model.gguf"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("the tea and the cat in the hat " * 60, "utf-8")
+    return str(path)
+
+
+def tradeoff_argv(model: str, text: str, out: Path, *options: str) -> list[str]:
+    sizes = ["--skip", "2", "--context", "24", "--tokens", "12", "--tasks"]
+    axes = ["--formats", "f32", "kivi4", "--methods", "none", "knorm", "streaming_llm"]
+    argv = ["--model", model, "--text", text, "--out", str(out), *sizes, *axes]
+    return [*argv, "--budgets", "0.5", *options]
+
+
+def test_a_study_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
+    tmp_path, capsys, model, text
+):
+    out = tmp_path / "study"
+    assert console.run(tradeoff.main, tradeoff_argv(model, text, out)) == 0
+    assert "refused: knorm does not go with format kivi4" in capsys.readouterr().out
+    rows = json.loads((out / "results.json").read_text())
+    assert [(r["config"]["kv_format"], r["config"]["method"]) for r in rows] == [
+        (f, m) for f in ("f32", "kivi4") for m in ("none", "knorm", "streaming_llm")
+    ]
+    full, knorm, window, codes, *refused = rows
+    assert full["kl_mean"] == 0 and full["top1"] == 1
+    assert knorm["kl_mean"] > 0 and window["kl_mean"] > 0
+    assert knorm["nbytes"] < full["nbytes"] and codes["nbytes"] < full["nbytes"]
+    assert all("refused" in row and "nbytes" not in row for row in refused)
+    assert all(row["command"].startswith("python scripts tradeoff --model") for row in rows)
+    with (out / "results.csv").open(newline="") as file:
+        assert [float(r["ratio"]) for r in csv.DictReader(file) if r["ratio"]] == [
+            0.0,
+            0.5,
+            0.5,
+            0.0,
+            0.5,
+            0.5,
+        ]
+    page = (out / "report.html").read_text()
+    assert page.count("<tr") == 7 and "refused: streaming_llm does not go" in page
+    folders = sorted(path for path in out.iterdir() if path.is_dir())
+    assert {path.name for folder in folders for path in folder.iterdir()} == {
+        "config.yaml",
+        "metrics.json",
+        "predictions.csv",
+    }
+    # Killed in the middle of a row: what is whole stays as it is, the rest is measured again.
+    marked = {folder: folder / "metrics.json" for folder in folders}
+    for file in list(marked.values())[1:]:
+        file.write_text(file.read_text().replace('"date": "2', '"date": "1'))
+    lost = next(iter(marked.values()))
+    before = json.loads(lost.read_text())
+    lost.rename(lost.with_suffix(".json.new"))
+    assert console.run(tradeoff.main, tradeoff_argv(model, text, out)) == 0
+    again = json.loads(lost.read_text())
+    assert again == before
+    assert sum('"date": "1' in file.read_text() for file in marked.values()) == len(marked) - 1
+
+
+@pytest.mark.slow
+def test_a_study_of_tasks_has_answers_and_times(tmp_path, model, text):
+    out = tmp_path / "study"
+    argv = tradeoff_argv(model, text, out, "--tasks", "niah_single", "--lengths", "200")
+    code = console.run(tradeoff.main, [*argv, "--samples", "1"])
+    assert code == 0
+    rows = json.loads((out / "results.json").read_text())
+    for row in rows:
+        if "refused" not in row:
+            assert row["tasks"]["niah_single"]["n"] == 3 and row["decode_ms"] > 0
+    with next(out.glob("*none*f32*/predictions.csv")).open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [float(row["depth"]) for row in found] == [0.1, 0.5, 0.9]
+
+
+def uptrain_argv(model: str, text: str, out: Path, *options: str) -> list[str]:
+    argv = ["--model", model, "--text", text, "--out", str(out), "--kv-heads", "1"]
+    return [*argv, "--steps", "100", "--batch", "2", "--length", "16", "--lr", "3e-3", *options]
+
+
+def test_a_model_with_fewer_heads_is_trained_written_and_read(tmp_path, capsys, model, text):
+    out = tmp_path / "mqa"
+    assert console.run(uptrain.main, uptrain_argv(model, text, out, "--fraction", "0.2")) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 2 KV heads (mean), 20 steps, 0.500 of the cache's bytes" in printed
+    loss = [float(x) for x in printed.split("token: ")[1].replace(",", "").split()[1::2]]
+    _, pooled, trained = loss
+    assert trained < pooled
+    new = load_model(str(out))
+    assert new.model.config.attention.num_kv_heads == 1 and new.tokenizer is not None
+    with (tmp_path / "mqa.training" / "loss.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 21))
+    # The state is that of a finished run: the same command with a new name of the model is quick.
+    out.rename(tmp_path / "moved")
+    assert console.run(uptrain.main, uptrain_argv(model, text, out, "--fraction", "0.2")) == 0
+    again = load_model(str(out)).model
+    for one, other in zip(new.model.params, again.params, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_study_of_heads_goes_on_where_it_stopped(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"a rose is a rose is a rose, " * 400)
+    argv = ["--text", str(text), "--out", str(tmp_path / "heads"), "--size", "ci", "--seeds", "2"]
+    argv += ["--init", "mean", "first"]
+    assert console.run(heads.main, argv) == 0
+    first = capsys.readouterr().out
+    rows = tmp_path / "heads" / "rows.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    assert len(lines) == 2 * 5 * 5  # seeds, the whole model and two ways of each of two numbers
+    rows.write_text("".join(lines[:-7]) + lines[-7][:20])
+    assert console.run(heads.main, argv) == 0
+    assert capsys.readouterr().out == first
+    summary = json.loads((tmp_path / "heads" / "summary.json").read_text())
+    assert {(row["kv_heads"], row["seeds"]) for row in summary} == {(4, 2), (2, 2), (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "message"),
+    [
+        (tradeoff.main, ["--methods", "snap"], "no 'snap'; there are none, sliding_window"),
+        (tradeoff.main, ["--budgets", "1.5"], "budget '1.5'"),
+        (tradeoff.main, ["--context", "9999"], "has too few tokens"),
+        (tradeoff.main, ["--tasks", "qa"], "no 'qa'; there are niah_single"),
+        (uptrain.main, ["--kv-heads", "3"], "3 KV heads do not divide the model's 2"),
+        (uptrain.main, ["--fraction", "2"], "--fraction and --distil must be 0 to 1"),
+        (uptrain.main, ["--length", "99999"], "too few for --length"),
+        (uptrain.main, ["--text", "/no/such"], "/no/such"),
+    ],
+)
+def test_each_mistake_is_one_line(tmp_path, capsys, model, text, main, options, message):
+    make = tradeoff_argv if main is tradeoff.main else uptrain_argv
+    try:
+        code = console.run(main, make(model, text, tmp_path / "out", *options))
+    except SystemExit as exit:  # argparse's own
+        code = exit.code
+    assert code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
