@@ -10,6 +10,7 @@ from tests.scripts.test_console import run_scripts
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would run in earnest")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_simulates_and_every_row_has_a_result_or_a_reason(tmp_path):
     path = tmp_path / "check.json"
     result = run_scripts("device", "check", "--minutes", "4", "--json", str(path))

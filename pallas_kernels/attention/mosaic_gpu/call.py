@@ -10,8 +10,8 @@ work follows the table's width. Items are cut at the same keys whatever the batc
 one order: a row's bits depend on its own query and keys.
 
 Where each sequence has one query, a tile is that query's G heads; longer ones are cut into tiles of
-many rows, in a call of their own. Products are taken in the type of the pages, to which queries are
-rounded; sums, maxima and weights are float32.
+many rows, in a call of their own. Products are taken in the type of the pages, to which queries and
+weights are rounded; sums and maxima are float32.
 
 A token of K and V is read once a tile. At decode that is one read a step, for G products a number:
 the bytes bound it. Source: FlashAttention-2, arXiv 2307.08691; Flash-Decoding's splits.
@@ -80,10 +80,9 @@ def ragged_paged_attention(
     else:
         # Shared keys once for all rows of a group, as if they were one sequence's.
         shared = ragged.shared
-        group = owner(shared.starts, seq)
-        cut = shared.lengths.at[group].get(
-            mode="fill", fill_value=0, wrap_negative_indices=False
-        )  # 0 for a row that is in no group
+        group = shared.lengths.at[owner(shared.starts, seq)]
+        # 0 for a row that is in no group.
+        cut = group.get(mode="fill", fill_value=0, wrap_negative_indices=False)
         leaders = jnp.clip(shared.starts[:-1], 0, B - 1)
         of_groups = Ragged(
             kv_lens=jnp.zeros_like(shared.lengths), query_starts=ragged.query_starts[shared.starts]
