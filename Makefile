@@ -21,6 +21,9 @@ found = $(shell { $(candidates); } 2>/dev/null | while read -r python; do \
 libtpu := from importlib.metadata import requires; \
     print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))
 
+# JAX's CUDA plugin, which compiles for NVIDIA GPUs, is of one version with jaxlib. Apart too.
+jaxlib := from importlib.metadata import version; print(version("jaxlib"))
+
 # A PYTHON= that will not do is refused even when .venv is there already.
 ifneq ($(strip $(PYTHON)),)
 ifeq ($(found),)
@@ -77,4 +80,9 @@ $(READY): pyproject.toml | $(RUN)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	    --target $(VENV)/targets "$$($(RUN) -c '$(libtpu)')" 2>/dev/null || \
 	    echo "libtpu is not to be had here: tests that compile for TPUs will be skipped"
+	@version="$$($(RUN) -c '$(jaxlib)')"; \
+	    $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target $(VENV)/targets/cuda "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" \
+	    nvidia-cuda-nvdisasm 2>/dev/null || \
+	    echo "JAX's CUDA plugin is not to be had here: tests that compile for GPUs will be skipped"
 	@touch $@

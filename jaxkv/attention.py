@@ -23,7 +23,9 @@ from pallas_kernels.pages import Layout
 
 BACKEND_NAMES = tuple(sorted(BACKENDS))
 ALL_KEYS = 1 << 29  # more than a sequence has, and far from overflow
-TPU_ROW = 64  # elements of K that fill half a register's lanes; V fills the other half
+# D is stored as a multiple of it where kernels read K and V: half the lanes of a TPU's register (V
+# fills the other half), the rows of a GPU's product.
+ROW = 64
 
 
 def preferred_layout() -> Layout:
@@ -33,12 +35,12 @@ def preferred_layout() -> Layout:
 
 def stored_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """Layers with the D that their pages should have on this platform: more than the model's where
-    rows would not fill registers, since XLA then converts all of the pool at each step."""
-    if preferred_layout() != "paired":
+    rows would not fill a TPU's registers, since XLA then converts all of the pool at each step, or
+    products of a GPU, whose kernel then does not take them."""
+    if jax.default_backend() == "cpu":
         return layers
     return tuple(
-        dataclasses.replace(layer, head_dim=-(-layer.head_dim // TPU_ROW) * TPU_ROW)
-        for layer in layers
+        dataclasses.replace(layer, head_dim=-(-layer.head_dim // ROW) * ROW) for layer in layers
     )
 
 

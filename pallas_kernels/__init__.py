@@ -1,6 +1,7 @@
 """Kernels for paged attention: arrays in, arrays out, usable without the rest of jaxkv."""
 
 from pallas_kernels.attention import KeyPart as KeyPart
+from pallas_kernels.attention import SharedPrefixes as SharedPrefixes
 from pallas_kernels.attention import ragged_paged_attention as ragged_paged_attention
 from pallas_kernels.online_softmax import merge_partials as merge_partials
 from pallas_kernels.page_write import copy_pages as copy_pages

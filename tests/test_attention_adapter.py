@@ -99,12 +99,15 @@ def wide_pages(spec: CacheSpec) -> CacheSpec:
     return dataclasses.replace(spec, layers=layers, layout="paired")
 
 
-def test_a_tpu_stores_layers_whose_rows_fill_registers(monkeypatch):
+def test_an_accelerator_stores_layers_whose_rows_its_kernel_takes(monkeypatch):
     layers = tuple(LayerSpec(kv_heads=1, head_dim=dim) for dim in (64, 80, 96, 128, 192, 256))
     assert stored_layers(layers) == layers
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     dims = [layer.head_dim for layer in stored_layers(layers)]
     assert (preferred_layout(), dims) == ("paired", [64, 128, 128, 128, 192, 256])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    dims = [layer.head_dim for layer in stored_layers(layers)]
+    assert (preferred_layout(), dims) == ("head_major", [64, 128, 128, 128, 192, 256])
 
 
 def softmax_attention(q, k, v, position: int, window: int | None) -> np.ndarray:

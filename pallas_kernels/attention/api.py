@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import mosaic_tpu, reference, xla
+from pallas_kernels.attention import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.attention.options import AttentionOptions, KeyPart
-from pallas_kernels.attention.ragged import Ragged
+from pallas_kernels.attention.ragged import Ragged, SharedPrefixes
 from pallas_kernels.checks import FLOATS, check_pages, require, require_array
 from pallas_kernels.quantised_pages import AnyPages
 
 BACKENDS = {
     "reference": reference.ragged_paged_attention,
     "xla": xla.ragged_paged_attention,
+    "mosaic_gpu": mosaic_gpu.ragged_paged_attention,
     "mosaic_tpu": mosaic_tpu.ragged_paged_attention,
 }
-PREFERENCE = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
+PREFERENCE = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
 
 
 def ragged_paged_attention(
@@ -37,6 +38,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     query_tile: int | None = None,
     keys: KeyPart | None = None,
+    shared: SharedPrefixes | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -46,8 +48,8 @@ def ragged_paged_attention(
     queries, and sees the keys at positions up to its own. K and V of this step are already in the
     pages. H // K query heads share each KV head (GQA, MQA; MHA where H == K).
 
-    T, B and M are at least 1. Keyword arguments but `sinks` are static. Forward only: there is no
-    gradient.
+    T, B and M are at least 1. Keyword arguments but `sinks` and `shared` are static. Forward only:
+    there is no gradient.
 
     Entries of `page_table` past a sequence's pages, or wholly outside the window of its queries,
     may hold anything, and NaN in a slot that no query sees never reaches an output.
@@ -65,6 +67,8 @@ def ragged_paged_attention(
       query_tile: rows that a backend works on together. None picks by T and B; a fixed value of
         64 or more makes a row's bits independent of what else is in the batch.
       keys: the part of the keys that this call takes; None takes all. See `KeyPart`.
+      shared: which sequences begin with the same pages; it changes no result but its last bits.
+        `mosaic_gpu` then reads those pages once for all of them; other backends do not look at it.
       return_lse: also return the log of the softmax's denominator (sink included).
       backend: `reference`, `xla`, `mosaic_tpu` (see its `refusal` for what it takes), or None for
         the best on this platform that takes these arrays.
@@ -80,12 +84,17 @@ def ragged_paged_attention(
     """
     _check_arrays(q, pages, page_table, kv_lens, query_starts, sinks)
     _check_options(scale, window, soft_cap, query_tile, keys)
+    if shared is not None:
+        _check_shared(shared)
     options = AttentionOptions(
         scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile, keys=keys
     )
-    refusals = {"mosaic_tpu": mosaic_tpu.refusal(q, pages, page_table)}
+    refusals = {
+        backend.__name__.rpartition(".")[2]: backend.refusal(q, pages, page_table)
+        for backend in (mosaic_gpu, mosaic_tpu)
+    }
     run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend, refusals)
-    ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts)
+    ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts, shared=shared)
     out, lse = run(q, pages, page_table, ragged, sinks, options)
     return (out, lse) if return_lse else out
 
@@ -131,6 +140,16 @@ def _check_arrays(
         require_array("sinks", sinks)
         require(sinks.shape == (H,), f"sinks must be [H] = [{H}], got {sinks.shape}")
         require(sinks.dtype == jnp.float32, f"sinks must be float32, got {sinks.dtype}")
+
+
+def _check_shared(shared: SharedPrefixes) -> None:
+    for name, array in (("starts", shared.starts), ("lengths", shared.lengths)):
+        require_array(f"shared.{name}", array)
+        is_list = array.ndim == 1 and array.dtype == jnp.int32
+        require(is_list, f"shared.{name} must be int32 of one dimension, got {array}")
+    R = shared.lengths.shape[0]
+    fits = R >= 1 and shared.starts.shape == (R + 1,)
+    require(fits, f"shared.starts must be [R + 1] = [{R + 1}], got {shared.starts.shape}")
 
 
 def _check_options(

@@ -15,6 +15,24 @@ PADDING = -(2**30)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
+class SharedPrefixes:
+    """Which sequences that follow one another begin with the same pages.
+
+    A hint that changes no result: a backend may read those pages once for all of them.
+
+    Attributes:
+      starts: `[R + 1]` int32, first sequence of each of R groups, ascending; sequences from
+        `starts[R]` on are in none.
+      lengths: `[R]` int32, tokens that all sequences of a group have in the pages of its first one;
+        0 for none.
+    """
+
+    starts: jax.Array
+    lengths: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Ragged:
     """A batch of sequences, their queries concatenated.
 
@@ -22,10 +40,12 @@ class Ragged:
       kv_lens: `[B]` int32, tokens in the cache, this step's included.
       query_starts: `[B + 1]` int32, first query row of each sequence, ascending from 0; rows from
         `query_starts[B]` on are padding.
+      shared: what sequences have in common; None for nothing.
     """
 
     kv_lens: jax.Array
     query_starts: jax.Array
+    shared: SharedPrefixes | None = None
 
     def rows(self, T: int) -> tuple[jax.Array, jax.Array]:
         """Sequence `[T]` and position `[T]` of each of `T` rows, int32.

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOAT_NAMES, FLOATS, check_pages, require, require_array
-from pallas_kernels.page_write import mosaic_tpu, reference, xla
+from pallas_kernels.page_write import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 WRITE_BACKENDS = {
     "reference": reference.write_pages,
     "xla": xla.write_pages,
+    "mosaic_gpu": mosaic_gpu.write_pages,
     "mosaic_tpu": mosaic_tpu.write_pages,
 }
 COPY_BACKENDS = {
@@ -40,8 +41,8 @@ def write_pages[P: TokenPages](
       slots: `[T]` int32, `page_id * P + offset`. No two tokens share a slot, but for padding:
         that is aimed at the null page (slot 0), where what remains is not defined. A slot outside
         the pool is an error of the caller that writes nothing.
-      backend: `reference`, `xla`, `mosaic_tpu`, or None for the best on this platform that takes
-        these pages.
+      backend: `reference`, `xla`, `mosaic_gpu`, `mosaic_tpu`, or None for the best on this platform
+        that takes these pages.
 
     Returns:
       The pages, other slots untouched.
@@ -60,7 +61,10 @@ def write_pages[P: TokenPages](
     for name, array in (("k", k), ("v", v)):
         require(array.shape == shape, f"{name} must be [T, K, D] = {shape}, got {array.shape}")
         require(array.dtype in FLOATS, f"{name} must be {FLOAT_NAMES}, got {array.dtype}")
-    refusals = {"mosaic_tpu": mosaic_tpu.refusal(pages)}
+    refusals = {
+        "mosaic_gpu": mosaic_gpu.refusal(pages),
+        "mosaic_tpu": mosaic_tpu.refusal(pages),
+    }
     run = dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend, refusals)
     return run(pages, k, v, slots)
 

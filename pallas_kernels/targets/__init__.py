@@ -1,5 +1,7 @@
 """Compiling kernels for chips that are not here, and reading what the compiler made of them."""
 
+from pallas_kernels.targets.gpu import GPU_TARGETS as GPU_TARGETS
+from pallas_kernels.targets.gpu import GpuTarget as GpuTarget
 from pallas_kernels.targets.schedule import Schedule as Schedule
 from pallas_kernels.targets.schedule import read_schedule as read_schedule
 from pallas_kernels.targets.tpu import TPU_TARGETS as TPU_TARGETS

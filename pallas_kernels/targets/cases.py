@@ -10,6 +10,7 @@ A name says it all:
                                     (int4) with a minimum, too
 """
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import api, mosaic_tpu
+from pallas_kernels.attention import api, mosaic_gpu, mosaic_tpu
 from pallas_kernels.page_write import write_pages
-from pallas_kernels.pages import Pages, pool_shape
+from pallas_kernels.pages import Layout, Pages, pool_shape
 from pallas_kernels.quantised_pages import AffinePages, SymmetricPages, TokenPages
 
 NAMES = (
@@ -99,20 +100,20 @@ class Shape:
         dtype = jnp.float32 if self.dtype == jnp.float32 else jnp.bfloat16
         return jax.ShapeDtypeStruct((self.T, self.H, self.D), dtype)
 
-    def pages(self) -> TokenPages:
+    def pages(self, layout: Layout) -> TokenPages:
         """The pool."""
         N = POOL_TOKENS // self.P
         row_size = self.D // 2 if self.dtype == jnp.uint8 else self.D
-        pool = pool_shape("paired", N, self.P, self.K, row_size)
+        pool = pool_shape(layout, N, self.P, self.K, row_size)
         kv: Any = jax.ShapeDtypeStruct(pool, self.dtype)
         if not self.has_codes:
-            return Pages(kv=kv, layout="paired")
+            return Pages(kv=kv, layout=layout)
         of_token = N, 2 * self.K, self.P
         if self.dtype == jnp.uint8:
             parameters: Any = jax.ShapeDtypeStruct(of_token, jnp.uint32)
-            return AffinePages(kv=kv, parameters=parameters, layout="paired")
+            return AffinePages(kv=kv, parameters=parameters, layout=layout)
         scales: Any = jax.ShapeDtypeStruct(of_token, jnp.float32)
-        return SymmetricPages(kv=kv, scales=scales, layout="paired")
+        return SymmetricPages(kv=kv, scales=scales, layout=layout)
 
     def batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Page table, lengths and starts of the queries."""
@@ -137,30 +138,36 @@ class Case:
     block_tokens: int
 
 
-def ours(shape: Shape) -> Case:
+def ours(shape: Shape, backend: str) -> Case:
     """A step: the tokens' K and V are written, then the queries attend."""
-    pages = shape.pages()
+    on_gpu = backend == "mosaic_gpu"
+    pages = shape.pages("head_major" if on_gpu else "paired")
+    writer = "xla" if on_gpu and shape.has_codes else backend
     new = jax.ShapeDtypeStruct((shape.T, shape.K, shape.D), shape.q.dtype)
 
     def step(pages: Any, q: Any, k: Any, v: Any, slots: Any, *batch: Any) -> Any:
-        pages = write_pages(pages, k, v, slots, backend="mosaic_tpu")
+        pages = write_pages(pages, k, v, slots, backend=writer)
         out = api.ragged_paged_attention(
             q,
             pages,
             *batch,
             scale=shape.D**-0.5,
             window=shape.window,
-            backend="mosaic_tpu",
+            backend=backend,
         )
         return pages, out
 
     many = shape.T > shape.B
+    block_tokens = {
+        "mosaic_gpu": mosaic_gpu.block_tokens,
+        "mosaic_tpu": mosaic_tpu.block_tokens,
+    }
     return Case(
         function=step,
         arguments=(pages, shape.q, new, new, _int32(shape.T), *shape.batch()),
         donates=True,
         pool_bytes=sum(array.size * array.dtype.itemsize for array in pages.paged.values()),
-        block_tokens=mosaic_tpu.block_tokens(pages, "rows" if many else "row"),
+        block_tokens=block_tokens[backend](pages, "rows" if many else "row"),
     )
 
 
@@ -204,7 +211,9 @@ def peer(shape: Shape) -> Case:
     )
 
 
-KERNELS = {"mosaic_tpu": ours, "jax_rpa": peer}
+GPU_KERNELS = {"mosaic_gpu": functools.partial(ours, backend="mosaic_gpu")}
+TPU_KERNELS = {"mosaic_tpu": functools.partial(ours, backend="mosaic_tpu"), "jax_rpa": peer}
+KERNELS = GPU_KERNELS | TPU_KERNELS
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

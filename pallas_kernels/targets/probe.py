@@ -61,15 +61,36 @@ def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
       TargetUnavailable: libtpu is not installed.
       RuntimeError: the process ended early.
     """
+    for row in rows_apart(__name__, target, cases, {"LIBTPU_INIT_ARGS": DUMP_FLAGS}):
+        yield Row(**row)
+
+
+def rows_apart(
+    module: str, target: str, cases: Sequence[tuple[str, str]], environment: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Runs a module in a process of its own on a target, a folder for dumps, and cases; a JSON
+    object a line is what it says.
+
+    Args:
+      module: its name.
+      target: of the target.
+      cases: pairs of kernel and shape.
+      environment: for the process besides; `{folder}` stands for the folder.
+
+    Raises:
+      TargetUnavailable: the target's compiler is not installed.
+      RuntimeError: the process ended early.
+    """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as complaints:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "LIBTPU_INIT_ARGS": DUMP_FLAGS.format(folder=folder),
-        }
+        filled = {name: value.format(folder=folder) for name, value in environment.items()}
         names = ["/".join(case) for case in cases]
-        command = [sys.executable, "-m", __name__, target, folder, *names]
+        command = [sys.executable, "-m", module, target, folder, *names]
         with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=complaints, text=True
+            command,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"} | filled,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            text=True,
         ) as process:
             assert process.stdout is not None
             try:
@@ -77,7 +98,7 @@ def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
                     row = json.loads(line)
                     if "unavailable" in row:
                         raise TargetUnavailable(row["unavailable"])
-                    yield Row(**row)
+                    yield row
                 if process.wait():
                     complaints.seek(0)
                     raise RuntimeError(f"compiling for {target} ended with: {complaints.read()}")

@@ -6,7 +6,8 @@ shows that nothing but live tokens is read. Not here: equality of bits (`bits_su
 arguments and the amount of work (their own modules).
 """
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,12 +60,18 @@ class AttentionSuite:
       tolerance: by q's dtype, relative and absolute error of `out` against float64.
       lse_tolerance: the same of `lse`.
       layouts: of the pages that it takes.
+      batch_options: of `batches.random_batch`, where a test has none of its own.
     """
 
     backend: ClassVar[str]
     tolerance: ClassVar[dict[str, float]] = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 1e-3}
     lse_tolerance: ClassVar[float] = 1e-5
     layouts: ClassVar[tuple[Layout, ...]] = LAYOUTS
+    batch_options: ClassVar[dict[str, Any]] = {}
+
+    def batch(self, *lengths: Sequence[int], **options) -> Batch:
+        """See `batches.random_batch`."""
+        return random_batch(*lengths, **self.batch_options | options)
 
     def place(self, batch: Batch, *, layout: Layout | None = None, **where) -> Placed:
         """See `batches.place`; in the backend's first layout unless a test names another."""
@@ -99,6 +106,7 @@ class AttentionSuite:
     def check(self, batch: Batch, placed: Placed, **options) -> None:
         """Holds the backend's answer against the naive one."""
         out, lse = self.attend(batch, placed, **options)
+        options.pop("shared", None)  # a hint that changes nothing
         want_out, want_lse = naive_attention(batch, **{"scale": 0.25, **options})
         assert_close(out.astype(np.float64), want_out, self.tolerance[str(out.dtype)])
         assert_close(lse, want_lse, self.lse_tolerance)
@@ -119,19 +127,19 @@ class AttentionSuite:
         ],
     )
     def test_every_length_of_cache_and_query_agrees_with_naive_attention(self, q_lens, T, layout):
-        batch = random_batch(LENGTHS, q_lens, T=T)
+        batch = self.batch(LENGTHS, q_lens, T=T)
         self.check(batch, self.place(batch, layout=layout))
 
     def test_a_decode_of_many_sequences_agrees_with_naive_attention(self):
         kv_lens = np.random.default_rng(0).integers(0, 320, 70)
-        batch = random_batch(kv_lens, [1] * 67 + [0] * 3, T=70)
+        batch = self.batch(kv_lens, [1] * 67 + [0] * 3, T=70)
         self.check(batch, self.place(batch))
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (18, 2)], ids=["GQA", "MHA", "wide GQA"])
     def test_a_decode_of_one_sequence_agrees_with_naive_attention(self, heads, layout):
         for length, P in ((1, 16), (128, 24), (300, 16)):
-            batch = random_batch([length], [1], T=1, heads=heads)
+            batch = self.batch([length], [1], T=1, heads=heads)
             placed = self.place(batch, P=P, layout=layout, window=200)
             self.check(batch, placed, window=200, soft_cap=5.0)
 
@@ -141,7 +149,7 @@ class AttentionSuite:
     ):
         kv_lens = [min(length, M * P) for length in (P, 0, P + 1, 3 * P, P - 1)]
         dtypes = jnp.dtype(q_dtype), jnp.dtype(kv_dtype)
-        batch = random_batch(kv_lens, (2, 0, 1, 7, 1), T=12, heads=(H, K), D=D, dtypes=dtypes)
+        batch = self.batch(kv_lens, (2, 0, 1, 7, 1), T=12, heads=(H, K), D=D, dtypes=dtypes)
         self.check(
             batch,
             self.place(batch, P=P, M=M, layout=self.layouts[H % len(self.layouts)]),
@@ -149,7 +157,7 @@ class AttentionSuite:
         )
 
     def test_a_program_that_turns_64_bit_types_on_gets_the_same_answer(self):
-        batch = random_batch((40, 7), (20, 1), T=24)
+        batch = self.batch((40, 7), (20, 1), T=24)
         with jax.enable_x64(True):
             self.check(batch, self.place(batch, M=3), sinks=SINKS)
 
@@ -157,7 +165,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("window", [1, 17])  # some of the contexts are shorter than 17
     def test_a_window_agrees_with_naive_attention_and_nothing_is_read_outside(self, window):
-        batch = random_batch(LENGTHS, MIXED, T=48)
+        batch = self.batch(LENGTHS, MIXED, T=48)
         self.check(batch, self.place(batch, window=window), window=window)
 
     @pytest.mark.parametrize(
@@ -170,11 +178,11 @@ class AttentionSuite:
         ids=["sinks of decode", "sinks of a mixed batch", "window, sinks and cap"],
     )
     def test_options_agree_with_naive_attention(self, q_lens, T, options):
-        batch = random_batch(LENGTHS, q_lens, T=T)
+        batch = self.batch(LENGTHS, q_lens, T=T)
         self.check(batch, self.place(batch, window=options.get("window")), **options)
 
     def test_a_window_of_every_tile_of_a_long_prefill_agrees_with_naive_attention(self):
-        batch = random_batch((300, 190), (300, 150), T=450)
+        batch = self.batch((300, 190), (300, 150), T=450)
         self.check(batch, self.place(batch, window=40, layout=self.layouts[-1]), window=40)
 
     # With q = 0 every key that a query sees weighs the same: lse says how many they are, and the
@@ -182,24 +190,21 @@ class AttentionSuite:
 
     @pytest.mark.parametrize("window", [None, 1, 17])
     def test_a_query_sees_the_keys_up_to_its_own_and_a_window_counts_its_own(self, window):
-        batch = random_batch(LENGTHS, MIXED, T=48)
+        batch = self.batch(LENGTHS, MIXED, T=48)
         ramps = [np.zeros_like(v) + np.arange(len(v))[:, None, None] for v in batch.values]
-        batch = Batch(
-            q=0 * batch.q,
-            keys=batch.keys,
-            values=[ramp.astype(np.float32) for ramp in ramps],
-            q_lens=MIXED,
-        )
+        ramps = [ramp.astype(v.dtype) for ramp, v in zip(ramps, batch.values, strict=True)]
+        batch = Batch(q=0 * batch.q, keys=batch.keys, values=ramps, q_lens=MIXED)
         out, lse = self.attend(batch, self.place(batch, window=window), window=window)
         for b in (3, 4, 5, 6):  # lengths 16, 17, 320 and 129; queries 16, 5, 1 and 9
             for row in range(batch.query_starts[b], batch.query_starts[b + 1]):
                 position = LENGTHS[b] - (batch.query_starts[b + 1] - row)
                 first = 0 if window is None else max(0, position - window + 1)
                 np.testing.assert_allclose(lse[row], np.log(position - first + 1), atol=1e-6)
-                np.testing.assert_allclose(out[row], (first + position) / 2, rtol=1e-5)
+                mean = ramps[b][first : position + 1, 0, 0].mean(dtype=np.float64)
+                np.testing.assert_allclose(out[row], mean, rtol=1e-5)
 
     def test_lse_is_the_natural_log_and_a_sink_is_one_more_term(self):
-        batch = random_batch(LENGTHS, DECODE, T=8)
+        batch = self.batch(LENGTHS, DECODE, T=8)
         batch = Batch(q=0 * batch.q, keys=batch.keys, values=batch.values, q_lens=DECODE)
         placed = self.place(batch)
         live = [length for length, n in zip(LENGTHS, DECODE, strict=True) if n]
@@ -212,7 +217,7 @@ class AttentionSuite:
         np.testing.assert_allclose(out[:6], plain[:6] * share, rtol=1e-5, atol=1e-7)
 
     def test_a_row_without_a_key_is_zero_and_its_lse_is_the_sink(self):
-        batch = random_batch((0, 2, *[0] * 6), (3, 5, *[0] * 6), T=48)
+        batch = self.batch((0, 2, *[0] * 6), (3, 5, *[0] * 6), T=48)
         placed = self.place(batch)
         for options, want in (({}, np.full(4, -np.inf)), (dict(sinks=SINKS), SINKS)):
             out, lse = self.attend(batch, placed, **options)
@@ -223,22 +228,22 @@ class AttentionSuite:
     @pytest.mark.parametrize("magnitude", [1e5, -1e5, 1e30, -1e30, -1e38])
     def test_logits_of_any_size_are_kept_apart_from_masked_ones(self, magnitude):
         """No finite stand-in for minus infinity: equal logits give the mean of V."""
-        keys = np.zeros((200, 2, 16), np.float32)
+        batch = self.batch([200], [2], T=2)
+        keys = np.zeros_like(batch.keys[0])
         keys[..., 0] = magnitude
-        batch = random_batch([200], [2], T=2)
         batch = Batch(q=np.ones_like(batch.q), keys=[keys], values=batch.values, q_lens=[2])
         out, lse = self.attend(batch, self.place(batch), scale=1.0)
         want = [batch.values[0][:n].mean(axis=0, dtype=np.float64) for n in (199, 200)]
         np.testing.assert_allclose(out, np.repeat(want, 2, axis=1), rtol=1e-5, atol=1e-6)
-        count = np.log([[199], [200]])
-        np.testing.assert_allclose(lse, np.broadcast_to(magnitude + count, lse.shape), rtol=1e-6)
+        want_lse = float(keys[0, 0, 0]) + np.log([[199], [200]])
+        np.testing.assert_allclose(lse, np.broadcast_to(want_lse, lse.shape), rtol=1e-6)
 
     @pytest.mark.parametrize("winner", [0, 127, 128, 199])
     def test_one_key_far_above_the_others_takes_all_the_weight(self, winner):
-        keys = np.full((200, 2, 16), 0, np.float32)
+        batch = self.batch([200], [2], T=2)
+        keys = np.zeros_like(batch.keys[0])
         keys[..., 0] = -1e5
         keys[winner, :, 0] = 1e5
-        batch = random_batch([200], [2], T=2)
         batch = Batch(q=np.ones_like(batch.q), keys=[keys], values=batch.values, q_lens=[2])
         out, _ = self.attend(batch, self.place(batch), scale=1.0)
         np.testing.assert_array_equal(out[1], np.repeat(batch.values[0][winner], 2, axis=0))
@@ -247,7 +252,7 @@ class AttentionSuite:
 
     def test_what_is_not_live_may_hold_anything(self):
         """The same call over a clean pool and table gives the same bits."""
-        batch = random_batch(LENGTHS, MIXED, T=48)
+        batch = self.batch(LENGTHS, MIXED, T=48)
         placed = self.place(batch)
         clean = Placed(
             pages=Pages(kv=jnp.nan_to_num(placed.pages.kv), layout=placed.pages.layout),
@@ -268,7 +273,7 @@ class AttentionSuite:
     @pytest.mark.parametrize(("recent", "first"), [(1, 0), (1, 32), (40, 16), (400, 16)])
     @pytest.mark.parametrize("window", [None, 50])
     def test_the_parts_of_the_keys_merge_into_the_whole(self, recent, first, window):
-        batch = random_batch(LENGTHS, MIXED, T=40)
+        batch = self.batch(LENGTHS, MIXED, T=40)
         placed = self.place(batch, window=window)
         want_out, want_lse = self.attend(batch, placed, window=window)
         whole = None
@@ -282,7 +287,7 @@ class AttentionSuite:
 
     def test_parts_of_the_keys_are_cut_between_pages_by_the_querys_position(self):
         """Each part against a sum over its own keys alone."""
-        batch = random_batch([75], [30], T=30)
+        batch = self.batch([75], [30], T=30)
         placed = self.place(batch)
         for part, low, high in [
             ("first", lambda p: 0, lambda p: 16),
@@ -305,7 +310,7 @@ class AttentionSuite:
     @pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sink", "sinks"])
     def test_two_disjoint_parts_merge_into_the_whole_at_any_cut(self, sinks):
         S, n = 200, 8
-        whole = random_batch([S, *[0] * 7], [n, *[0] * 7], T=n)
+        whole = self.batch([S, *[0] * 7], [n, *[0] * 7], T=n)
         k, v = whole.keys[0], whole.values[0]
         with_sinks = {} if sinks is None else dict(sinks=sinks)
         want_out, want_lse = self.attend(whole, self.place(whole), **with_sinks)
@@ -351,6 +356,6 @@ class AttentionSuite:
     ):
         edges = (0, 1, 23, 24, 25, 127, 128, 129, 256, 311, 312)
         kv_lens, q_lens = data.draw(lengths(5, T, edges, longest_query))
-        batch = random_batch(kv_lens, q_lens, T=T, heads=(6, 2), seed=seed)
+        batch = self.batch(kv_lens, q_lens, T=T, heads=(6, 2), seed=seed)
         placed = self.place(batch, P=24, M=13, seed=seed, window=options.get("window"))
         self.check(batch, placed, **options)

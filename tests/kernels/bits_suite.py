@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.attention_suite import LENGTHS, MIXED, SINKS, AttentionSuite
-from tests.kernels.batches import Batch, random_batch
+from tests.kernels.batches import Batch
 
 PLAIN = {}
 RICH = dict(window=37, sinks=SINKS, soft_cap=1.5)
@@ -43,7 +43,7 @@ class BitsSuite(AttentionSuite):
 
     @EVERY_OPTION
     def test_the_same_call_gives_the_same_bits_wherever_the_pages_lie(self, options):
-        batch = random_batch(LENGTHS, MIXED, T=48)
+        batch = self.batch(LENGTHS, MIXED, T=48)
         want = self.bits(batch, seed=0, **options)
         assert_same_bits(self.bits(batch, seed=0, **options), want)
         for seed in (1, 2):
@@ -55,12 +55,12 @@ class BitsSuite(AttentionSuite):
         ids=["P 8", "P 64", "P 128"],
     )
     def test_another_page_size_and_table_width_give_the_same_bits(self, P, M, options):
-        batch = random_batch(LENGTHS, MIXED, T=48)
+        batch = self.batch(LENGTHS, MIXED, T=48)
         assert_same_bits(self.bits(batch, P=P, M=M, **options), self.bits(batch, **options))
 
     @EVERY_OPTION
     def test_permuting_the_batch_permutes_the_rows_and_no_bit(self, options):
-        batch = random_batch(LENGTHS, MIXED, T=48)
+        batch = self.batch(LENGTHS, MIXED, T=48)
         out, lse = self.bits(batch, **options)
         for order in ([7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7, 5, 2, 4]):
             permuted = batch.select(order)
@@ -70,7 +70,7 @@ class BitsSuite(AttentionSuite):
 
     @pytest.mark.parametrize("b", [3, 5], ids=["16 queries", "1 query"])
     def test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch(self, b):
-        batch = random_batch(LENGTHS, MIXED, T=48)
+        batch = self.batch(LENGTHS, MIXED, T=48)
         out, lse = self.bits(batch, **RICH)
         rows = batch.rows(b)
         alone = self.bits(batch.select([b], T=MIXED[b]), **RICH)
@@ -78,14 +78,14 @@ class BitsSuite(AttentionSuite):
 
     def test_a_token_decoded_alone_has_the_bits_of_prefill_whatever_the_sizes(self):
         """Sizes at which XLA's CPU backend fuses a group of one tile and of two differently."""
-        whole = random_batch([300], [300], T=300, heads=(32, 8), D=128)
+        whole = self.batch([300], [300], T=300, heads=(32, 8), D=128)
         out, lse = self.bits(whole)
         last = Batch(q=whole.q[-1:], keys=whole.keys, values=whole.values, q_lens=[1])
         assert_same_bits(self.bits(last), (out[-1:], lse[-1:]))
 
     def test_prefill_in_chunks_or_token_by_token_gives_the_bits_of_one_prefill(self):
         S = 200
-        whole = random_batch([S], [S], T=S)
+        whole = self.batch([S], [S], T=S)
         want_out, want_lse = self.bits(whole, **RICH)
         keys, values = whole.keys[0], whole.values[0]
 

@@ -35,8 +35,11 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def empty(kind: str, layout: Layout, num_pages: int = N) -> AnyPages:
-    """Pages whose every parameter is NaN and every code something."""
+def empty(
+    kind: str, layout: Layout, num_pages: int = N, sizes: tuple[int, int] = (P, D)
+) -> AnyPages:
+    """Pages whose every parameter is NaN and every code something; `sizes` is (P, D)."""
+    P, D = sizes
 
     def shape(heads: int, *rest: int) -> tuple[int, ...]:
         return (num_pages, *by_layout(layout, P, heads), *rest)
@@ -88,6 +91,7 @@ def filled(
 
 def decoded(pages: AnyPages) -> np.ndarray:
     """All pages as `[N, P, K, 2, D]`."""
+    P, D = pages.page_size, pages.head_dim
     page = jnp.repeat(jnp.arange(pages.num_pages), P)[None]
     offset = jnp.tile(jnp.arange(P), pages.num_pages)[None]
     both = [np.asarray(pages.read(i, page, offset))[0] for i in (0, 1)]  # [K, N * P, D]
@@ -215,15 +219,23 @@ def test_attention_over_codes_is_attention_over_what_they_decode_to(kind, layout
 
 
 def check_attention(
-    kind: str, layout: Layout, backend: str, *, longest: int, window: int | None
+    kind: str,
+    layout: Layout,
+    backend: str,
+    *,
+    longest: int,
+    window: int | None,
+    sizes: tuple[int, int] = (P, D),
+    tolerance: float = 2e-5,
 ) -> None:
-    """Of three sequences, the last of them `longest` tokens."""
+    """Of three sequences, the last of them `longest` tokens; `sizes` is (P, D)."""
+    P, D = sizes
     batch = random_batch([21, 8, longest], [3, 1, 20], T=28, heads=(4, K), D=D)
     placed = place(batch, P=P, M=-(-longest // P), layout=layout)
     num_pages = placed.pages.num_pages
     whole = np.nan_to_num(np.asarray(placed.pages.kv))
     exact = dataclasses.replace(placed.pages, kv=jnp.asarray(whole))
-    pages, ids = empty(kind, layout, num_pages), jnp.arange(num_pages, dtype=jnp.int32)
+    pages, ids = empty(kind, layout, num_pages, sizes), jnp.arange(num_pages, dtype=jnp.int32)
     used = np.unique(
         np.concatenate(
             [row[: -(-n // P)] for row, n in zip(placed.page_table, placed.kv_lens, strict=True)]
@@ -257,8 +269,8 @@ def check_attention(
         return_lse=True,
         backend=backend,
     )
-    np.testing.assert_allclose(got, want, atol=2e-5)
-    np.testing.assert_allclose(lse, want_lse, atol=2e-5)
+    np.testing.assert_allclose(got, want, atol=tolerance)
+    np.testing.assert_allclose(lse, want_lse, atol=tolerance)
 
 
 @every_backend

@@ -1,0 +1,7 @@
+"""Ragged paged attention for NVIDIA GPUs of the Hopper kind: `call` says how it works."""
+
+from pallas_kernels.attention.mosaic_gpu.call import block_tokens as block_tokens
+from pallas_kernels.attention.mosaic_gpu.call import (
+    ragged_paged_attention as ragged_paged_attention,
+)
+from pallas_kernels.attention.mosaic_gpu.call import refusal as refusal

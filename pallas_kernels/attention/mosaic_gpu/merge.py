@@ -1,0 +1,102 @@
+"""The kernel that joins the partial results of each tile's items.
+
+Items of a tile lie side by side, in the order of their keys, and are added in that order: an item
+of which a row sees nothing adds zeros, so a row's sum does not depend on how many items there are.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.attention.mosaic_gpu.plan import BY_COLUMN, LOG2_E, MATRIX, Ref, div
+
+STATS = 64  # items whose maxima are read at once
+AHEAD = 8  # items that are read ahead
+SLICE = 64  # channels of a program
+
+
+def merge(
+    weighted: jax.Array,
+    stats: jax.Array,
+    starts: jax.Array,
+    sink: jax.Array,
+    out_dtype: DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Joins the items of each tile.
+
+    Args:
+      weighted, stats: see `walk.walk`, whose items are at least STATS.
+      starts: `[tiles + 1]` int32, first item of each tile.
+      sink: `[heads, N]` float32, one more logit a row, in units of log 2; -inf for none.
+      out_dtype: of out.
+
+    Returns:
+      `out [tiles, heads, D, N]` and `lse [tiles, heads, N]` float32, natural log.
+    """
+    tiles, (_, heads, D, N) = starts.shape[0] - 1, weighted.shape
+    call = plgpu.kernel(
+        _kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((tiles, heads, D, N), out_dtype),
+            jax.ShapeDtypeStruct((tiles, heads, N), jnp.float32),
+        ),
+        grid=(tiles, heads, D // SLICE),
+        grid_names=("tile", "head", "slice"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="merge_partials",
+    )
+    return call(weighted, stats, starts, sink)
+
+
+def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Ref) -> None:
+    tile, head, part = (lax.axis_index(name) for name in ("tile", "head", "slice"))
+    N = weighted.shape[3]
+    first, end = starts[tile], starts[tile + 1]
+    channels = pl.ds(part * SLICE, SLICE)
+    own = plgpu.load(sink.at[head], layout=BY_COLUMN, optimized=False)
+
+    def higher(i: jax.Array, maximum: jax.Array) -> jax.Array:
+        # Read from where they are all there.
+        start = jnp.minimum(first + i * STATS, stats.shape[2] - STATS)
+        values = plgpu.load(stats.at[0, head, pl.ds(start, STATS)], layout=MATRIX, optimized=False)
+        item = start + plgpu.broadcasted_iota(jnp.int32, (STATS, N), 0, layout=MATRIX)
+        values = jnp.where((item >= first) & (item < end), values, -jnp.inf)
+        return jnp.maximum(maximum, values.max(axis=0))
+
+    maximum = lax.fori_loop(jnp.int32(0), div(end - first + STATS - 1, STATS), higher, own)
+    finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+
+    def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        loaded = []
+        for n in range(AHEAD):
+            item = first + i * AHEAD + n
+            here = jnp.minimum(item, end - 1)
+            m, total = (
+                plgpu.load(stats.at[k, head, here], layout=BY_COLUMN, optimized=False)
+                for k in (0, 1)
+            )
+            values = plgpu.load(weighted.at[here, head, channels], layout=MATRIX, optimized=False)
+            counts = jnp.where(item < end, 1.0, 0.0)
+            loaded.append((jnp.exp2(m - finite) * counts, total, values))
+        denominator, summed = carry
+        for weight, total, values in loaded:
+            denominator += weight * total
+            summed += lax.broadcast_in_dim(weight, values.shape, [1]) * values
+        return denominator, summed
+
+    begin = (
+        jnp.exp2(own - finite),
+        plgpu.layout_cast(jnp.zeros((SLICE, N), jnp.float32), MATRIX),
+    )
+    steps = div(end - first + AHEAD - 1, AHEAD)
+    denominator, summed = lax.fori_loop(jnp.int32(0), steps, add, begin)
+    safe = jnp.where(denominator == 0.0, 1.0, denominator)
+    normalised = summed * lax.broadcast_in_dim(1.0 / safe, summed.shape, [1])
+    plgpu.store(out.at[tile, head, channels], normalised.astype(out.dtype), optimized=False)
+
+    @pl.when(part == 0)
+    def _() -> None:
+        plgpu.store(lse.at[tile, head], finite / LOG2_E + jnp.log(denominator), optimized=False)

@@ -1,0 +1,76 @@
+"""Page writes for NVIDIA GPUs of the Hopper kind: one copy of all heads for a token's K, one for V.
+
+    K, V of a token [K, D] -> shared memory -> page [K, P, D] at the token's offset
+
+Both copies are bulk ones, which go around the registers; rows of D numbers lie P rows apart in a
+head-major page. The pool is one buffer in and out: where the caller donates it, nothing else of its
+size is made. What is aimed at the null page is not written at all.
+
+Not here: codes (`xla` makes and writes them in one fused scatter), copies and sealing of pages.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import gpus
+from pallas_kernels.pages import Pages
+from pallas_kernels.quantised_pages import TokenPages
+
+COPY = 16  # bytes of which a copy takes a multiple
+Ref = Any
+
+
+def refusal(pages: TokenPages) -> str | None:
+    """Why these pages cannot be written on this device, or None."""
+    if reason := gpus.not_hopper():
+        return reason
+    if not isinstance(pages, Pages):
+        return f"{type(pages).__name__} are not written yet"
+    if pages.layout != "head_major":
+        return "pages must be head-major"
+    row = pages.head_dim * pages.kv.dtype.itemsize
+    if row % COPY:
+        return f"D = {pages.head_dim}: a row of {row} bytes is not a multiple of {COPY}"
+    return None
+
+
+@jax.jit
+def write_pages(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> Pages:
+    """See `pallas_kernels.page_write.api`."""
+    N, heads, P, D = pages.kv.shape
+    if not slots.shape[0]:
+        return pages
+    by_turns = (N, heads // 2, 2, P, D)
+    pool = jax.new_ref(pages.kv.reshape(by_turns))
+    row, dtype = (heads // 2, D), pages.kv.dtype
+    call = plgpu.kernel(
+        _kernel,
+        grid=slots.shape,
+        grid_names=("token",),
+        scratch_types=[plgpu.SMEM((2, *row), dtype), plgpu.Barrier(num_arrivals=2)],
+        kernel_name="write_pages",
+    )
+    call(k.astype(dtype), v.astype(dtype), slots, pool)
+    return dataclasses.replace(pages, kv=jax.freeze(pool).reshape(pages.kv.shape))
+
+
+def _kernel(k: Ref, v: Ref, slots: Ref, pool: Ref, rows: Ref, arrived: Ref) -> None:
+    token = lax.axis_index("token")
+    slot, (N, _, _, P, _) = slots[token], pool.shape
+    # Compared by pages: slots of a pool of 2^31 have no end.
+    page, offset = lax.div(slot, jnp.int32(P)), lax.rem(slot, jnp.int32(P))
+
+    @pl.when((page > 0) & (page < N))
+    def _() -> None:
+        for which, new in enumerate((k, v)):
+            plgpu.copy_gmem_to_smem(new.at[token], rows.at[which], arrived)
+        plgpu.barrier_wait(arrived)
+        for which in (0, 1):
+            plgpu.copy_smem_to_gmem(rows.at[which], pool.at[page, :, which, offset])
+        plgpu.wait_smem_to_gmem(0)

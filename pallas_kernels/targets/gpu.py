@@ -1,0 +1,189 @@
+"""NVIDIA GPUs to compile for, none of which need be here: XLA's CUDA plugin holds the compiler.
+
+The plugin is looked for among the installed packages, and in the folder `targets/cuda` of the
+virtual environment (`make setup` puts it there, with the disassembler). JAX looks for it when it is
+imported: a process that is to compile for GPUs is started with `environment`.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+from pallas_kernels.gpus import CAPABILITIES
+from pallas_kernels.targets.tpu import TargetUnavailable
+
+PLUGIN = "jax_cuda13_plugin"
+# What XLA asks of a GPU (GpuTargetConfigProto). The numbers that differ are a target's.
+_CONFIG = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared} threads_per_core_limit: 2048 core_count: {processors}
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: {bandwidth} l2_cache_size: {l2}
+  clock_rate_ghz: {clock} device_memory_size: {memory} shared_memory_per_block_optin: {block}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
+device_description_str: "{kind}"
+"""
+
+
+def find_compiler() -> Path | None:
+    """The folder that the CUDA plugin is imported from, if it is anywhere."""
+    package = importlib.util.find_spec(PLUGIN)
+    installed = [Path(package.origin).parents[1]] if package and package.origin else []
+    places = [*installed, Path(sys.prefix, "targets", "cuda")]
+    return next((place for place in places if (place / PLUGIN).is_dir()), None)
+
+
+def environment() -> dict[str, str]:
+    """What a process that compiles for GPUs has to have in its environment when it starts.
+
+    Raises:
+      TargetUnavailable: the CUDA plugin is not installed.
+    """
+    folder = find_compiler()
+    if folder is None:
+        raise TargetUnavailable(
+            "cannot compile for NVIDIA GPUs without JAX's CUDA plugin: `make setup` installs it, "
+            "where the platform has it"
+        )
+    before = os.environ.get("PYTHONPATH")
+    return {
+        "PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])]),
+        "CUDA_ROOT": os.environ.get("CUDA_ROOT", str(folder / "nvidia" / "cu13")),  # nvdisasm's
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuTarget:
+    """A kind of GPU; numbers are those of its data sheet.
+
+    Attributes:
+      name: in lower case.
+      kind: what the driver's name for it begins with.
+      processors: streaming multiprocessors.
+      bandwidth: of its memory, bytes a second.
+      memory, l2: bytes.
+      clock_ghz: boost clock.
+      shared: bytes of shared memory of a processor.
+    """
+
+    name: str
+    kind: str
+    processors: int
+    bandwidth: float
+    memory: int
+    l2: int
+    clock_ghz: float
+    shared: int
+
+    @cached_property
+    def device(self) -> Any:
+        """One device, in a process that `environment` is given."""
+        major, minor = CAPABILITIES[self.kind]
+        config = _CONFIG.format(
+            shared=self.shared,
+            processors=self.processors,
+            bandwidth=int(self.bandwidth),
+            l2=self.l2,
+            clock=self.clock_ghz,
+            memory=self.memory,
+            block=self.shared - 1024,
+            major=major,
+            minor=minor,
+            kind=self.kind,
+        )
+        return topologies.get_topology_desc(
+            self.name, "cuda", topology="1x1x1", target_config=config
+        ).devices[0]
+
+    @contextmanager
+    def lowering(self) -> Iterator[None]:
+        """Inside, Pallas lowers for this chip."""
+        kind = AbstractDevice(device_kind=self.kind, num_cores=None, platform="gpu")
+        mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
+        with jax.sharding.use_abstract_mesh(mesh):
+            yield
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        donate_argnums: tuple[int, ...] = (),
+    ) -> Any:
+        """Compiles a function of pytrees of `jax.ShapeDtypeStruct`.
+
+        Returns:
+          The compiled program, with its `memory_analysis()`.
+
+        Raises:
+          ValueError: a kernel refuses the chip.
+          jax.errors.JaxRuntimeError: the compiler refuses the program.
+        """
+        here = SingleDeviceSharding(self.device)
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), list(arguments)
+        )
+        with self.lowering():
+            traced = jax.jit(function, donate_argnums=donate_argnums).trace(*placed)
+            return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
+GPU_TARGETS = {
+    target.name: target
+    for target in (
+        GpuTarget(
+            name="a100",
+            kind="NVIDIA A100",
+            processors=108,
+            bandwidth=2.0e12,
+            memory=80 << 30,
+            l2=40 << 20,
+            clock_ghz=1.41,
+            shared=164 << 10,
+        ),
+        GpuTarget(
+            name="h100",
+            kind="NVIDIA H100",
+            processors=132,
+            bandwidth=3.35e12,
+            memory=80 << 30,
+            l2=50 << 20,
+            clock_ghz=1.98,
+            shared=228 << 10,
+        ),
+        GpuTarget(
+            name="h200",
+            kind="NVIDIA H200",
+            processors=132,
+            bandwidth=4.8e12,
+            memory=141 << 30,
+            l2=50 << 20,
+            clock_ghz=1.98,
+            shared=228 << 10,
+        ),
+        GpuTarget(
+            name="b200",
+            kind="NVIDIA B200",
+            processors=148,
+            bandwidth=8.0e12,
+            memory=180 << 30,
+            l2=126 << 20,
+            clock_ghz=1.965,
+            shared=228 << 10,
+        ),
+    )
+}

@@ -1,0 +1,135 @@
+"""What the compiler of GPUs made of a kernel, read from its dump.
+
+DUMPS, in the environment, asks for it, `{folder}` being where it goes. A kernel leaves
+
+    NAME_0.ptxas                          registers and spills
+    NAME_0.resources.txt                  shared memory
+    NAME_0.sass_ctrl                      machine code
+    NAME_0.before_layout_inference.txt    the kernel before it was taken apart: there a copy still
+                                          says how much it copies
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+DUMPS = {
+    "MOSAIC_GPU_DUMP_TO": "{folder}",
+    "MOSAIC_GPU_DUMP_SASS": "1",
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+}
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_]+)\S*(.*)")
+_COPY = re.compile(r'"mosaic_gpu\.async_load".*slice_lengths = array<i64: ([-\d, ]+)>')
+_BITS = re.compile(r"memref<[\dx]+x(\w+)>, memref")
+_TYPE_BITS = {"bf16": 16, "f16": 16, "f32": 32, "i8": 8, "f8E4M3FN": 8, "f8E5M2": 8}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The instructions of a loop, those of loops within included, by name without modifiers."""
+
+    names: Counter[str]
+    start: int
+    end: int
+
+    def count(self, *names: str) -> int:
+        """How many there are of some kinds."""
+        return sum(self.names[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+      registers: of a thread.
+      spill_bytes: that a thread stores of its registers.
+      shared_bytes: of shared memory a block.
+      loops: innermost first.
+      copies: bytes of pages of each asynchronous copy into shared memory, in the order of the
+        program; 0 of a copy of something else.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    loops: tuple[Loop, ...]
+    copies: tuple[int, ...]
+
+    def innermost(self, name: str) -> Loop:
+        """The smallest loop that has an instruction."""
+        return next(loop for loop in self.loops if loop.names[name])
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Of pages, that a trip of the innermost loop of copies brings."""
+        fetch = self.innermost("UTMALDG")
+        return sum(self.copies[-fetch.count("UTMALDG") :])
+
+
+def read_kernels(folder: Path, name: str) -> list[Kernel]:
+    """Reads the kernels of a dump whose name is `name`, in order of compilation."""
+
+    def texts(suffix: str) -> list[str]:
+        # Numbered before the machine code is made, and again then.
+        paths = folder.glob(f"{name}_*{suffix}")
+        numbered = sorted(paths, key=lambda path: int(path.name[len(name) + 1 : -len(suffix)]))
+        return [path.read_text(encoding="utf-8", errors="replace") for path in numbered]
+
+    suffixes = (".ptxas", ".resources.txt", ".sass_ctrl", ".before_layout_inference.txt")
+    return [_read(*parts) for parts in zip(*map(texts, suffixes), strict=True)]
+
+
+def _read(ptxas: str, resources: str, sass: str, program: str) -> Kernel:
+    def number(pattern: str, where: str) -> int:
+        found = re.search(pattern, where)
+        if found is None:
+            raise ValueError(f"nothing like {pattern!r} in {where[:200]!r}")
+        return int(found[1])
+
+    return Kernel(
+        registers=number(r"Used (\d+) registers", ptxas),
+        spill_bytes=number(r"(\d+) bytes spill stores", ptxas),
+        shared_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
+        loops=_loops(sass),
+        copies=tuple(map(_copied, _COPY.finditer(program))),
+    )
+
+
+def _copied(copy: re.Match[str]) -> int:
+    lengths = [int(length) for length in copy[1].split(",")]
+    if lengths.count(-1) != 1:  # pools come with one leading axis, queries with two
+        return 0
+    found = _BITS.search(copy.string, copy.start())
+    assert found is not None
+    size = _TYPE_BITS[found[1]] // 8
+    for length in lengths:
+        size *= max(length, 1)  # -1 is an index
+    return size
+
+
+def _loops(sass: str) -> tuple[Loop, ...]:
+    """Every stretch that ends with a conditional branch back, short ones first.
+
+    Unconditional ones come back from where a wait was put out of the way.
+    """
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    branches: list[tuple[int, str]] = []
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(names)
+        elif found := _INSTRUCTION.search(line):
+            condition, name, operands = found.groups()
+            if condition and name == "BRA" and (target := re.search(r"\.L_x_\d+", operands)):
+                branches.append((len(names), target[0]))
+            names.append(name)
+    loops = [
+        Loop(Counter(names[labels[target] : at + 1]), labels[target], at)
+        for at, target in branches
+        if labels[target] <= at
+    ]
+    return tuple(sorted(loops, key=lambda loop: loop.end - loop.start))

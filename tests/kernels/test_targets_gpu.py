@@ -1,0 +1,101 @@
+"""The GPU kernels under the compiler of real GPUs, none of which need be here."""
+
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.targets.cases import NAMES, Shape
+from pallas_kernels.targets.gpu import find_compiler
+from pallas_kernels.targets.gpu_probe import GpuRow, probe_gpu
+from pallas_kernels.targets.sass import read_kernels
+
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None, reason="JAX's CUDA plugin, which compiles for GPUs, is absent"
+)
+DECODE, PREFILL = "decode-bf16-h32-k8-d128-p16", "prefill-bf16-h32-k8-d128-p16"
+HOPPER = ("h100", "h200")
+REFUSED = {
+    "f32": "pages of float32",
+    "int4": "AffinePages are not read yet",
+    "d80": "D = 80 is none of",
+    "d96": "D = 96 is none of",
+}
+
+
+def check(row: GpuRow) -> None:
+    refused = [reason for mark, reason in REFUSED.items() if mark in row.shape.split("-")]
+    if refused:
+        assert not row.ok
+        assert row.reason is not None and refused[0] in row.reason
+        return
+    assert row.ok, row
+    assert row.spill_bytes == 0
+    assert row.stages is not None and row.stages >= 3
+    # Each byte of a page is fetched once a tile of query rows, by bulk copies alone.
+    assert row.loaded_bytes_per_kv_token == row.token_bytes == Shape.parse(row.shape).token_bytes
+    assert row.alias_bytes is not None and row.pool_bytes is not None
+    assert row.alias_bytes == row.pool_bytes
+
+
+@needs_compiler
+def test_steps_compile_in_place_without_spills_and_fetch_each_byte_once():
+    decode, prefill = probe_gpu("h200", [("mosaic_gpu", DECODE), ("mosaic_gpu", PREFILL)])
+    check(decode)
+    check(prefill)
+    # Two blocks of threads a processor: while one waits, the other computes.
+    assert decode.blocks_a_processor is not None and decode.blocks_a_processor >= 2
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("target", HOPPER)
+def test_every_named_shape_compiles_or_is_refused(target):
+    for row in probe_gpu(target, [("mosaic_gpu", name) for name in NAMES]):
+        check(row)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_steps_compile_in_a_program_that_turns_64_bit_types_on(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    for row in probe_gpu("h200", [("mosaic_gpu", DECODE), ("mosaic_gpu", PREFILL)]):
+        check(row)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("target", "has"), [("a100", "8.0"), ("b200", "10.0")])
+def test_a_gpu_without_the_instructions_is_refused_with_the_reason(target, has):
+    (row,) = probe_gpu(target, [("mosaic_gpu", DECODE)])
+    assert not row.ok
+    assert row.reason is not None and row.reason.endswith(f"this GPU has {has}")
+
+
+def test_loops_copies_and_registers_are_read_from_a_dump(tmp_path: Path):
+    (tmp_path / "walk_3.ptxas").write_text(
+        "    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 102 registers, used 16 barriers, 1 bytes smem\n"
+    )
+    (tmp_path / "walk_3.resources.txt").write_text("Resources(smem_scratch_bytes=2048, ...)")
+    copy = (
+        '"mosaic_gpu.async_load"(%%1) <{slice_lengths = array<i64: -1, %s>}> : '
+        "(memref<9x8x8x%s>, memref<8x128xbf16, strided<[128, 1]>>)\n"
+    )
+    copies = [("8, 128", "bf16"), ("16, 64", "i8"), ("16", "f32")]
+    (tmp_path / "walk_3.before_layout_inference.txt").write_text(
+        "".join(copy % one for one in copies)
+    )
+    line = "   -:-:-:Y:01        /*0{:03x}*/          {} \n"
+    body = [
+        *("MOV R1, R2", ".L_x_1:", "UTMALDG.5D [UR32]", ".L_x_2:", "@UP6 UTMALDG.5D [UR32]"),
+        *("UTMALDG.3D [UR8]", "@P1 BRA `(.L_x_2)", "FFMA R1", "@!P0 BRA `(.L_x_1)"),
+        *("HGMMA.64x8x16 R2", "BRA `(.L_x_2)"),
+    ]
+    (tmp_path / "walk_3.sass_ctrl").write_text(
+        "".join(x + "\n" if x.startswith(".") else line.format(i, x) for i, x in enumerate(body))
+    )
+    (kernel,) = read_kernels(tmp_path, "walk")
+    assert (kernel.registers, kernel.spill_bytes, kernel.shared_bytes) == (102, 4, 2048)
+    assert kernel.copies == (8 * 128 * 2, 16 * 64, 16 * 4)
+    assert [loop.names["UTMALDG"] for loop in kernel.loops] == [2, 3]
+    assert kernel.innermost("FFMA").count("UTMALDG", "FFMA") == 4
+    assert kernel.block_bytes == 16 * 64 + 16 * 4
