@@ -157,7 +157,9 @@ def test_a_budget_of_all_is_bit_for_bit_no_method(mixed: Tiny, method):
     assert all_kept[0].dropped_tokens == 0
 
 
-@pytest.mark.parametrize("cached", [True, False], ids=["index", "no index"])
+@pytest.mark.parametrize(
+    "cached", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["index", "no index"]
+)
 @pytest.mark.parametrize("method", ["knorm", pytest.param("adakv_knorm", marks=pytest.mark.slow)])
 def test_half_of_the_tokens_take_half_of_the_bytes_and_the_peak_is_the_prompt(full, method, cached):
     engine = engine_of(full, method, "0.5", prefix_cache=cached)
@@ -211,6 +213,19 @@ def test_protected_tokens_are_never_dropped(mixed: Tiny):
         for heads in positions(one):
             for stay in heads:
                 assert {*range(3, 8), *range(60, 64)} <= set(stay) and len(stay) == 20
+
+
+def test_a_request_that_pins_leave_no_room_to_drop_for_ends_with_the_reason(full: Tiny):
+    engine = engine_of(full, "knorm", "0.5", pool_tokens=192, max_sequences=1)
+    request = Request(prompt=PROMPT[:96], max_new_tokens=3)
+    run(engine, request)
+    assert engine.pins is not None
+    pin = engine.pins.pin(pack(request.prompt), engine.namespace(), ttl_seconds=3600)
+    engine.squeeze(2 * P)
+    refused = run(engine, request)
+    assert refused.finish_reason == "error" and "no pages for what is left" in str(refused.error)
+    engine.pins.unpin(pin)
+    assert run(engine, request).finish_reason == "length"
 
 
 @pytest.mark.parametrize(
