@@ -24,8 +24,8 @@ class Observed:
     """The queries of one layer in a step.
 
     Attributes:
-      q: `[T, H, D]` float32, as attention takes them but for the basis of the format, times the
-        softmax's scale.
+      q: `[T, H, D]` float32, RoPE applied, not in the basis of the format, times the softmax's
+        scale.
       soft_cap: on the logits; static.
     """
 

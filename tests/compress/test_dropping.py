@@ -29,8 +29,16 @@ def compression(method: str, budget: str = "0.75", interval: int | None = None) 
     return Compression(method=method, budget=Budget.parse(budget), interval=interval)
 
 
-def engine_of(tiny: Tiny, *choice, **options) -> CheckedEngine:
-    return tiny.engine(page_size=P, compression=compression(*choice), **options)
+def engine_of(
+    tiny: Tiny,
+    method: str,
+    budget: str = "0.75",
+    interval: int | None = None,
+    kv_format: str = "f32",
+    **options,
+) -> CheckedEngine:
+    options |= dict(page_size=P, kv_format=kv_format)
+    return tiny.engine(compression=compression(method, budget, interval), **options)
 
 
 def asked(**options) -> Request:
@@ -109,6 +117,22 @@ def test_tokens_are_dropped_again_after_every_so_many(mixed: Tiny, method, budge
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "kv_format, least", [("int4", 25), pytest.param("int8", 29, marks=pytest.mark.slow)]
+)
+def test_scores_are_taken_in_the_basis_of_the_model(mixed: Tiny, kv_format, least):
+    """Of 30 tokens that stay nearly all are those of a float32 cache, and codes move as codes."""
+    found = []
+    for name in ("f32", kv_format):
+        completion, (kept,) = watch(
+            engine_of(mixed, "tova", "30", kv_format=name), asked(max_new_tokens=2)
+        )
+        found.append(positions(kept))
+    for ours, theirs in zip(*found, strict=True):
+        assert len(set(ours[0]) & set(theirs[0])) >= least
+    assert len(completion.tokens) == 2
+
+
 def bits_of(engine: CheckedEngine, requests: list[Request], disturb=None) -> list[np.ndarray]:
     completions = [engine.submit(request) for request in requests]
     for number in count():
@@ -127,6 +151,8 @@ CHOICES = [
     pytest.param(("h2o", "0.5", 4), marks=pytest.mark.slow),
     pytest.param(("expected_attention", "0.5", 4), marks=pytest.mark.slow),
     pytest.param(("random", "0.5", 2), marks=pytest.mark.slow),
+    pytest.param(("snapkv", "0.75", 2, "int4"), marks=pytest.mark.slow),
+    pytest.param(("adakv_keydiff", "0.5", 3, "int8"), marks=pytest.mark.slow),
 ]
 
 

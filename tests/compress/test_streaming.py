@@ -108,6 +108,8 @@ def test_a_stream_holds_as_many_pages_at_its_end_as_at_its_beginning(mixed: Tiny
         ),
     )
     assert engine.max_length == longest
+    large = EngineConfig(max_length=longest, compression=compression("streaming_llm", 24))
+    assert Engine(mixed.model, large).max_length == longest  # with chunks of 512 tokens, too
     (prompt,) = random_prompts(longest - 40)
     engine.submit(Request(prompt=prompt, max_new_tokens=40))
     held = []
