@@ -16,7 +16,7 @@ from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
 
 (PROMPT,) = random_prompts(100)
 CONTEXT, NEW, P = 90, 6, 8
-FAST = ("knorm", "adakv_snapkv")
+FAST = ("adakv_snapkv",)
 METHODS = ("knorm", "keydiff", "tova", "snapkv", "pyramidkv", "adakv_keydiff", "adakv_snapkv")
 LOOK_AT_ALL = ("h2o", "expected_attention", "adakv_h2o")
 
@@ -117,9 +117,8 @@ def test_tokens_are_dropped_again_after_every_so_many(mixed: Tiny, method, budge
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "kv_format, least", [("int4", 25), pytest.param("int8", 29, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format, least", [("int4", 25), ("int8", 29)])
 def test_scores_are_taken_in_the_basis_of_the_model(mixed: Tiny, kv_format, least):
     """Of 30 tokens that stay nearly all are those of a float32 cache, and codes move as codes."""
     found = []
@@ -241,6 +240,7 @@ def test_protected_tokens_are_never_dropped(mixed: Tiny):
                 assert {*range(3, 8), *range(60, 64)} <= set(stay) and len(stay) == 20
 
 
+@pytest.mark.slow
 def test_a_request_that_pins_leave_no_room_to_drop_for_ends_with_the_reason(full: Tiny):
     engine = engine_of(full, "knorm", "0.5", pool_tokens=192, max_sequences=1)
     request = Request(prompt=PROMPT[:96], max_new_tokens=3)

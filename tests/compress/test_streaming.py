@@ -94,6 +94,7 @@ def test_chunks_pages_preemption_and_hits_change_no_bit(mixed: Tiny, kv_format):
         assert engine.metrics.cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_stream_holds_as_many_pages_at_its_end_as_at_its_beginning(mixed: Tiny):
     """And it is longer than what the model was made for."""
     longest = 3 * mixed.model.max_positions

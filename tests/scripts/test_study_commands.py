@@ -31,6 +31,7 @@ def tradeoff_argv(model: str, text: str, out: Path, *options: str) -> list[str]:
     return [*argv, "--budgets", "0.5", *options]
 
 
+@pytest.mark.slow
 def test_a_study_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
     tmp_path, capsys, model, text
 ):
