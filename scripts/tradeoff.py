@@ -33,7 +33,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -349,11 +349,7 @@ class Study:
         seconds = 0.0
         for n in (length // 4, length):
             before = replace(engine.metrics)
-            prompt = (
-                tuple(self.tokens[:n])
-                if n <= len(self.tokens)
-                else tuple((self.tokens * (1 + n // len(self.tokens)))[:n])
-            )
+            prompt = tuple(islice(cycle(self.tokens), n))
             engine.generate([Request(prompt=prompt, max_new_tokens=STEPS)])
             after = engine.metrics
             seconds = after.prefill_seconds - before.prefill_seconds

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.loading import load_model
-from scripts import console, heads, tradeoff, uptrain
+from scripts import console, decode, heads, tradeoff, uptrain
 from tests.models.tiny_checkpoint import write_gguf
 
 
@@ -84,6 +84,30 @@ def test_a_study_of_tasks_has_answers_and_times(tmp_path, model, text):
     with next(out.glob("*none*f32*/predictions.csv")).open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [float(row["depth"]) for row in found] == [0.1, 0.5, 0.9]
+
+
+def test_decode_drops_tokens_of_its_prompts(capsys, model):
+    argv = ["--model", model, "--raw", "--max-new-tokens", "3", "--page-size", "8", "--json"]
+    argv += ["--ignore-eos", "the tea and the cat in the hat " * 3]
+    assert console.run(decode.main, [*argv, "--method", "knorm", "--budget", "50%"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[0])
+    n = record["prompt_tokens"]
+    assert record["dropped_tokens"] == n - n // 2 and len(record["tokens"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "knorm"], "--method needs a --budget"),
+        (["--budget", "0.5"], "name one"),
+        (["--method", "streaming_llm", "--budget", "0.5"], "takes a number of tokens"),
+        (["--method", "knorm", "--budget", "half"], "budget 'half'"),
+        (["--method", "knorm", "--budget", "0.5", "--kv-format", "kivi4"], "does not go with"),
+    ],
+)
+def test_decode_names_what_does_not_go_together(capsys, model, options, message):
+    assert console.run(decode.main, ["--model", model, "--raw", "the", *options]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def uptrain_argv(model: str, text: str, out: Path, *options: str) -> list[str]:
