@@ -179,15 +179,15 @@ def update_and_attend(
       `[T, H, D]` in q's dtype, zero in padding rows, and the new cache.
     """
     q, k, v = qkv
+    if cache.observed is not None:
+        seen = q.astype(jnp.float32) * scale
+        cache = cache.with_observed(layer, Observed(q=seen, soft_cap=soft_cap))
     if cache.formats[layer].rotates:
         q, k, v = (rotate(x) for x in (q, k, v))
         sink_q = None if sink_q is None else rotate(sink_q)
     D, stored = q.shape[2], cache.layers[layer].head_dim
     q, k, v = (_widen(x, stored) for x in (q, k, v))
     sink_q = None if sink_q is None else _widen(sink_q, stored)
-    if cache.observed is not None:
-        seen = q.astype(jnp.float32) * scale
-        cache = cache.with_observed(layer, Observed(q=seen, soft_cap=soft_cap))
     options = dict(
         scale=scale,
         window=cache.windows[cache.groups[layer]],

@@ -79,7 +79,7 @@ class Size:
 
 SIZES = {
     "ci": Size(layers=2, width=32, heads=4, steps=20, batch=4, length=32, held_out=2_048),
-    "cpu": Size(layers=4, width=128, heads=8, steps=800, batch=8, length=128),
+    "cpu": Size(layers=3, width=96, heads=8, steps=600, batch=8, length=128),
     "gpu": Size(layers=8, width=512, heads=8, steps=20_000, batch=64, length=512, lr=1e-3),
 }
 
@@ -90,7 +90,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, nargs="+", required=True, metavar="PATH", help="texts, any bytes")
     add("--out", type=Path, required=True, metavar="DIR", help="a folder for the results")
-    add("--size", choices=SIZES, default="cpu", help="(default: cpu, some ten minutes on 2 cores)")
+    add("--size", choices=SIZES, default="cpu", help="(default: cpu, ten minutes on 2 cores)")
     add("--seeds", type=int, default=3, metavar="N", help="repetitions (default: 3)")
     add("--init", nargs="+", choices=POOLINGS, default=POOLINGS, help="ways of pooling (all)")
     args = parser.parse_args(argv)

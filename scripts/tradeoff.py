@@ -33,7 +33,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -214,6 +214,7 @@ class Study:
         self.args, self.loaded, self.tokens, self.command = args, loaded, tokens, command
         self._tokenizer = loaded.require_tokenizer()
         self._models = {str(loaded.model.config.attention.num_kv_heads): loaded.model}
+        self._steps: dict[str, Any] = {}  # compiled, by model
         self._full: Reading | None = None
         behind = self._tokenizer.decode(tokens[args.context + 1 :])
         self._num_bytes = len(behind.encode())
@@ -293,14 +294,16 @@ class Study:
                 self._model(setup.heads),
                 EngineConfig(
                     max_sequences=1,
-                    token_budget=256,
+                    token_budget=64,  # one shape of prefill: compiling takes most of a row's time
                     page_size=setup.page_size,
                     max_length=min(2 * length + 256, self.loaded.model.max_positions),
                     kv_format=setup.kv_format,
                     compression=setup.compression(length),
                     prefix_cache=False,
                 ),
+                steps=self._steps.get(setup.heads),
             )
+            self._steps[setup.heads] = engine.steps
             for sample, depth, seed in self._samples(length):
                 output = self._answer(engine, sample, setup)
                 predictions.append(
@@ -346,11 +349,7 @@ class Study:
         seconds = 0.0
         for n in (length // 4, length):
             before = replace(engine.metrics)
-            prompt = (
-                tuple(self.tokens[:n])
-                if n <= len(self.tokens)
-                else tuple((self.tokens * (1 + n // len(self.tokens)))[:n])
-            )
+            prompt = tuple(islice(cycle(self.tokens), n))
             engine.generate([Request(prompt=prompt, max_new_tokens=STEPS)])
             after = engine.metrics
             seconds = after.prefill_seconds - before.prefill_seconds

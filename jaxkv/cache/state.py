@@ -7,6 +7,7 @@ a layer has arrays of its own, with the page as their leading axis. Not here: at
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ class Observed:
     """The queries of one layer in a step.
 
     Attributes:
-      q: `[T, H, D]` float32, as attention takes them but for the basis of the format, times the
-        softmax's scale.
+      q: `[T, H, D]` float32, RoPE applied, not in the basis of the format, times the softmax's
+        scale.
       soft_cap: on the logits; static.
     """
 
@@ -233,14 +234,19 @@ def move_tokens(cache: KVCache, index: int, source: jax.Array, target: jax.Array
     first = jnp.zeros(K, jnp.int32) if cache.heads_apart[index] else 2 * jnp.arange(K)
     heads = (first[:, None] + jnp.arange(2)[None])[:, :, None]  # of K and of V
 
-    def places(slots: jax.Array) -> tuple[jax.Array, ...]:
-        page, offset = (slots // P)[:, None], (slots % P)[:, None]
+    def places(array: jax.Array, slots: jax.Array) -> tuple[Any, ...]:
+        page, offset = slots // P, slots % P
+        if pages.layout == "paired" and array is pages.kv:  # K and V are one row
+            return page, first[:, None] // 2, slice(None), offset
+        page, offset = page[:, None], offset[:, None]
         major = pages.layout == "token_major"
         return (page, offset, heads) if major else (page, heads, offset)
 
     moved = {
-        name: array.at[places(target)].set(
-            array.at[places(source)].get(mode="clip"), mode="drop", wrap_negative_indices=False
+        name: array.at[places(array, target)].set(
+            array.at[places(array, source)].get(mode="clip"),
+            mode="drop",
+            wrap_negative_indices=False,
         )
         for name, array in pages.paged.items()
     }

@@ -5,6 +5,7 @@ from jaxkv.compress.choice import METHODS as METHODS
 from jaxkv.compress.choice import SCORES as SCORES
 from jaxkv.compress.choice import WINDOWS as WINDOWS
 from jaxkv.compress.choice import Compression as Compression
+from jaxkv.compress.choice import kept_layers as kept_layers
 from jaxkv.compress.compressor import MAX_SPANS as MAX_SPANS
 from jaxkv.compress.compressor import Compressor as Compressor
 from jaxkv.compress.compressor import Kept as Kept

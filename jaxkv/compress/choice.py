@@ -132,3 +132,18 @@ class Compression:
                     f"{self.method} does not go with format {kv_format.name}: its pages hold one "
                     "KV head, its scales are those of all"
                 )
+
+
+def kept_layers(
+    compression: Compression | None, layers: tuple[LayerSpec, ...], formats: Sequence[KVFormat]
+) -> tuple[tuple[LayerSpec, ...], bool]:
+    """What each layer of a model keeps, and whether KV heads have pages of their own; without a
+    method, the layers as they are.
+
+    Raises:
+      ValueError: see `Compression.check`.
+    """
+    if compression is None:
+        return layers, False
+    compression.check(layers, formats)
+    return compression.layers(layers), compression.splits_heads

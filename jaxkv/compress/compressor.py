@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.attention import AttentionBackend, StepInputs
-from jaxkv.cache import KVCache, gather_dense, move_tokens, rotate
+from jaxkv.cache import KVCache, LayerSpec, gather_dense, move_tokens, rotate
 from jaxkv.compress.method import FORCED, LayerTokens, Queries, ScoreMethod, Seen
 
 CHUNK = 64  # tokens that are looked at in one call
@@ -37,6 +37,11 @@ class Model(Protocol):
     @property
     def params(self) -> Any:
         """Parameters, a pytree."""
+        ...
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer keeps for a token."""
         ...
 
     def forward(
@@ -301,7 +306,8 @@ def _layer_tokens(model: Model, cache: KVCache, layer: int, row: Row) -> LayerTo
     groups = cache.groups_of(layer)
     k, v = gather_dense(cache, layer, row.tables[groups.start : groups.stop])
     k, v = (x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3]) for x in (k, v))
-    k, v = (x.astype(jnp.float32) for x in (k, v))
+    D = model.layers[layer].head_dim  # of pages it may be larger
+    k, v = (x[:, :, :D].astype(jnp.float32) for x in (k, v))
     if cache.formats[layer].rotates:
         k, v = rotate(k), rotate(v)
     lens = row.num_tokens - row.dropped[groups.start : groups.stop]

@@ -82,7 +82,7 @@ class Queries:
         if self.soft_cap is not None:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         seen = tokens.slots[None, None] <= self.slots[:, :, None]
-        seen &= (tokens.live[:, None] & self.live[None, :, None])[:, :]
+        seen &= tokens.live[:, None] & self.live[None, :, None]
         logits = jnp.where(seen[:, None], logits, -jnp.inf)
         largest = logits.max(axis=-1, keepdims=True)
         weights = jnp.exp(logits - jnp.where(jnp.isneginf(largest), 0.0, largest))

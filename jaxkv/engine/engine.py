@@ -258,7 +258,10 @@ class Engine:
         done = time.perf_counter()
         deltas = self._book(plan, result, tokens)
         if self._shortener is not None:
-            self._cache = self._shortener.shorten(self._cache, plan.sequences)
+            self._cache, stuck = self._shortener.shorten(self._cache, plan.sequences)
+            for sequence in stuck:
+                self._finish(sequence, FinishReason.ERROR)
+                deltas.append(Delta(sequence.completion, (), ""))
         end = time.perf_counter()
         self.metrics.host_seconds += launched - start + end - done
         self._count(plan, end - start)

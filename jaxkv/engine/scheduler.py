@@ -191,6 +191,9 @@ class Scheduler:
 
         Returns:
           Whether it has them; not where it was preempted.
+
+        Raises:
+          OutOfPages: it runs alone, and still there are too few: nobody will give any.
         """
         tables = self._tables
         assert isinstance(tables, ShortenedTables)
@@ -199,6 +202,8 @@ class Scheduler:
                 tables.shorten(sequence.row, sequence.num_computed, lens)
                 return True
             except OutOfPages:
+                if len(self.running) == 1:
+                    raise
                 self._preempt_least(_Draft(0))
         return False
 

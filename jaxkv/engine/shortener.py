@@ -14,7 +14,7 @@ from jaxkv.compress import Compression, Compressor, Row
 from jaxkv.engine.request import Request, RequestError
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.sequence import NEVER, Sequence
-from jaxkv.prefix import PageTables
+from jaxkv.prefix import OutOfPages, PageTables
 
 
 class Shortener:
@@ -44,12 +44,23 @@ class Shortener:
                 f"{keep} of {context}"
             )
 
-    def shorten(self, cache: KVCache, sequences: Iterable[Sequence]) -> KVCache:
-        """Drops tokens of those sequences whose time has come; `cache` is donated."""
+    def shorten(
+        self, cache: KVCache, sequences: Iterable[Sequence]
+    ) -> tuple[KVCache, list[Sequence]]:
+        """Drops tokens of those sequences whose time has come; `cache` is donated.
+
+        Returns:
+          The new cache, and the sequences that cannot go on, for want of pages.
+        """
+        stuck = []
         for sequence in sequences:
             if sequence.row is not None and sequence.num_computed == sequence.shorten_at:
-                cache = self._shorten(cache, sequence)
-        return cache
+                try:
+                    cache = self._shorten(cache, sequence)
+                except OutOfPages as error:
+                    sequence.completion.error = f"no pages for what is left of it: {error}"
+                    stuck.append(sequence)
+        return cache, stuck
 
     def _shorten(self, cache: KVCache, sequence: Sequence) -> KVCache:
         n, request = sequence.num_computed, sequence.request
@@ -71,6 +82,8 @@ class Shortener:
                 return cache
             target = np.stack([table[sequence.row] for table in self._tables.pages])
             cache = self._compressor.move(cache, kept, row, target)
+            if self._compression.interval is None:  # there is no later choice
+                kept = kept._replace(seen=())
             sequence.kept, sequence.shortened_at = kept, n
             sequence.completion.dropped_tokens = n - float(kept.counts.mean())
         interval = self._compression.interval

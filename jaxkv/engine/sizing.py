@@ -17,6 +17,7 @@ from jaxkv.cache import (
     group_pages,
     layer_pages,
 )
+from jaxkv.compress import kept_layers
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.model import DecodeModel
 
@@ -31,12 +32,9 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
       ValueError: the formats do not fit the model (`jaxkv.cache.choose_formats`), or the method
         does not go with both (`jaxkv.compress.Compression.check`).
     """
-    P, layers, split_heads = config.page_size, stored_layers(model.layers), False
+    P, layers = config.page_size, stored_layers(model.layers)
     formats = choose_formats(config.kv_format, layers, config.kv_ranges)
-    if config.compression is not None:
-        config.compression.check(layers, formats)
-        layers = config.compression.layers(layers)
-        split_heads = config.compression.splits_heads
+    layers, split_heads = kept_layers(config.compression, layers, formats)
     groups = group_pages(layer_pages(layers, formats, split_heads=split_heads))
 
     def most_pages(group: LayerGroup) -> int | float:
@@ -116,15 +114,14 @@ def longest_sequence(model: DecodeModel, config: EngineConfig, spec: CacheSpec) 
     """Tokens of the longest sequence, prompt and answer, that an engine takes."""
     capacity = cache_capacity(spec, config)
     longest = _asked_length(model, config)
-    compression = config.compression
-    if compression is not None and compression.is_window:
-        # No two tokens that see each other are farther apart than the window is wide.
-        longest = config.max_length or longest
     return longest if capacity is None else min(longest, capacity)
 
 
 def _asked_length(model: DecodeModel, config: EngineConfig) -> int:
-    return min(config.max_length or model.max_positions, model.max_positions)
+    asked = config.max_length or model.max_positions
+    if config.compression is not None and config.compression.is_window:
+        return asked  # no two tokens that see each other are farther apart than a window is wide
+    return min(asked, model.max_positions)
 
 
 def _sliding_pages(group: LayerGroup, config: EngineConfig) -> int:

@@ -24,7 +24,7 @@ from jaxkv.cache import (
     init_cache,
     layer_pages,
 )
-from jaxkv.compress import Compression, Compressor, Row
+from jaxkv.compress import Compression, Compressor, Row, kept_layers
 from jaxkv.engine.model import DecodeModel
 
 OnChunk = Callable[[int], object]  # gets the tokens of each chunk that is done
@@ -64,11 +64,8 @@ class PagedText:
         Raises:
           ValueError: the setting does not fit the model, or itself.
         """
-        layers, split_heads = stored_layers(model.layers), False
-        if setting.compression is not None:
-            setting.compression.check(layers, setting.formats)
-            layers = setting.compression.layers(layers)
-            split_heads = setting.compression.splits_heads
+        layers = stored_layers(model.layers)
+        layers, split_heads = kept_layers(setting.compression, layers, setting.formats)
         pages = layer_pages(layers, setting.formats, split_heads=split_heads)
         groups = group_pages(pages)
         N = -(-num_tokens // page_size) + 1

@@ -17,6 +17,7 @@ from jaxkv.cache import (
     gather_dense,
     import_pages,
     init_cache,
+    move_tokens,
     write,
 )
 from pallas_kernels.pages import LAYOUTS
@@ -99,6 +100,28 @@ def test_rows_of_a_table_are_gathered_independently(layout):
         want = np.concatenate([kv[page] for page in row])  # [M * P, 2K, D]
         np.testing.assert_array_equal(both[0][b], want[:, 0::2])
         np.testing.assert_array_equal(both[1][b], want[:, 1::2])
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["f32", "int8", "int4"])
+def test_moved_tokens_are_read_where_they_went_and_all_others_where_they_were(name, layout):
+    formats = choose_formats(name, LAYERS)
+    cache = init_cache(replace(SPEC, formats=formats, layout=layout))
+    k, v = np.random.default_rng(0).standard_normal((2, 3 * P, K[0], D)).astype(np.float32)
+    slots = jnp.arange(P, 4 * P, dtype=jnp.int32)
+    cache = write(cache, 0, jnp.asarray(k), jnp.asarray(v), slots)
+    table = jnp.asarray([[1, 2, 3, 4]], jnp.int32)
+    before = [np.asarray(x[0]) for x in gather_dense(cache, 0, table)]
+    source = np.array([[P, 2 * P + 3, 3 * P], [P + 1, P + 2, 2 * P]])  # of each KV head
+    target = np.array([[2 * P + 3, P, 4 * P + 5], [3 * P, 9 * P, P + 7]])
+    moved = move_tokens(cache, 0, *(jnp.asarray(x, jnp.int32) for x in (source, target)))
+    after = [np.asarray(x[0]) for x in gather_dense(moved, 0, table)]
+    for old, new in zip(before, after, strict=True):
+        want = old.copy()
+        for head in range(K[0]):
+            inside = target[head] < 9 * P  # what is outside the pool writes nothing
+            want[target[head][inside] - P, head] = old[source[head][inside] - P, head]
+        np.testing.assert_array_equal(new, want)
 
 
 @every_layout

@@ -16,7 +16,7 @@ from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
 
 (PROMPT,) = random_prompts(100)
 CONTEXT, NEW, P = 90, 6, 8
-FAST = ("knorm", "adakv_snapkv")
+FAST = ("adakv_snapkv",)
 METHODS = ("knorm", "keydiff", "tova", "snapkv", "pyramidkv", "adakv_keydiff", "adakv_snapkv")
 LOOK_AT_ALL = ("h2o", "expected_attention", "adakv_h2o")
 
@@ -29,8 +29,16 @@ def compression(method: str, budget: str = "0.75", interval: int | None = None) 
     return Compression(method=method, budget=Budget.parse(budget), interval=interval)
 
 
-def engine_of(tiny: Tiny, *choice, **options) -> CheckedEngine:
-    return tiny.engine(page_size=P, compression=compression(*choice), **options)
+def engine_of(
+    tiny: Tiny,
+    method: str,
+    budget: str = "0.75",
+    interval: int | None = None,
+    kv_format: str = "f32",
+    **options,
+) -> CheckedEngine:
+    options |= dict(page_size=P, kv_format=kv_format)
+    return tiny.engine(compression=compression(method, budget, interval), **options)
 
 
 def asked(**options) -> Request:
@@ -109,6 +117,21 @@ def test_tokens_are_dropped_again_after_every_so_many(mixed: Tiny, method, budge
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format, least", [("int4", 25), ("int8", 29)])
+def test_scores_are_taken_in_the_basis_of_the_model(mixed: Tiny, kv_format, least):
+    """Of 30 tokens that stay nearly all are those of a float32 cache, and codes move as codes."""
+    found = []
+    for name in ("f32", kv_format):
+        completion, (kept,) = watch(
+            engine_of(mixed, "tova", "30", kv_format=name), asked(max_new_tokens=2)
+        )
+        found.append(positions(kept))
+    for ours, theirs in zip(*found, strict=True):
+        assert len(set(ours[0]) & set(theirs[0])) >= least
+    assert len(completion.tokens) == 2
+
+
 def bits_of(engine: CheckedEngine, requests: list[Request], disturb=None) -> list[np.ndarray]:
     completions = [engine.submit(request) for request in requests]
     for number in count():
@@ -127,6 +150,8 @@ CHOICES = [
     pytest.param(("h2o", "0.5", 4), marks=pytest.mark.slow),
     pytest.param(("expected_attention", "0.5", 4), marks=pytest.mark.slow),
     pytest.param(("random", "0.5", 2), marks=pytest.mark.slow),
+    pytest.param(("snapkv", "0.75", 2, "int4"), marks=pytest.mark.slow),
+    pytest.param(("adakv_keydiff", "0.5", 3, "int8"), marks=pytest.mark.slow),
 ]
 
 
@@ -157,7 +182,9 @@ def test_a_budget_of_all_is_bit_for_bit_no_method(mixed: Tiny, method):
     assert all_kept[0].dropped_tokens == 0
 
 
-@pytest.mark.parametrize("cached", [True, False], ids=["index", "no index"])
+@pytest.mark.parametrize(
+    "cached", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["index", "no index"]
+)
 @pytest.mark.parametrize("method", ["knorm", pytest.param("adakv_knorm", marks=pytest.mark.slow)])
 def test_half_of_the_tokens_take_half_of_the_bytes_and_the_peak_is_the_prompt(full, method, cached):
     engine = engine_of(full, method, "0.5", prefix_cache=cached)
@@ -211,6 +238,20 @@ def test_protected_tokens_are_never_dropped(mixed: Tiny):
         for heads in positions(one):
             for stay in heads:
                 assert {*range(3, 8), *range(60, 64)} <= set(stay) and len(stay) == 20
+
+
+@pytest.mark.slow
+def test_a_request_that_pins_leave_no_room_to_drop_for_ends_with_the_reason(full: Tiny):
+    engine = engine_of(full, "knorm", "0.5", pool_tokens=192, max_sequences=1)
+    request = Request(prompt=PROMPT[:96], max_new_tokens=3)
+    run(engine, request)
+    assert engine.pins is not None
+    pin = engine.pins.pin(pack(request.prompt), engine.namespace(), ttl_seconds=3600)
+    engine.squeeze(2 * P)
+    refused = run(engine, request)
+    assert refused.finish_reason == "error" and "no pages for what is left" in str(refused.error)
+    engine.pins.unpin(pin)
+    assert run(engine, request).finish_reason == "length"
 
 
 @pytest.mark.parametrize(

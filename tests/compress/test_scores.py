@@ -72,7 +72,7 @@ def scores_of(name: str, n: int, keep: int, cap: float | None = None, chunk: int
     return method, layer, seen, method.score(layer, seen, jnp.int32(keep))
 
 
-@pytest.mark.parametrize("n", [5, 70, 129])
+@pytest.mark.parametrize("n", [5, 70, pytest.param(129, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(naive_scores.SCORES))
 def test_each_score_is_that_of_a_token_at_a_time_in_float64(name, n):
     keep = n // 2

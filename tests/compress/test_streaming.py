@@ -59,7 +59,9 @@ def decode_windowed(decoder: Decoder, tokens: list[int], window: int, sinks: int
     return norm(x, decoder.final_norm) @ array(decoder.head).T
 
 
-@pytest.mark.parametrize("method", SINKS)
+@pytest.mark.parametrize(
+    "method", ["streaming_llm", pytest.param("sliding_window", marks=pytest.mark.slow)]
+)
 def test_an_engine_sees_the_window_and_the_first_tokens_alone(mixed: Tiny, method):
     request = Request(prompt=PROMPT, max_new_tokens=5, keep_logits=True)
     completion = run(engine_of(mixed, method, token_budget=37), request)
@@ -92,6 +94,7 @@ def test_chunks_pages_preemption_and_hits_change_no_bit(mixed: Tiny, kv_format):
         assert engine.metrics.cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_stream_holds_as_many_pages_at_its_end_as_at_its_beginning(mixed: Tiny):
     """And it is longer than what the model was made for."""
     longest = 3 * mixed.model.max_positions
@@ -106,6 +109,8 @@ def test_a_stream_holds_as_many_pages_at_its_end_as_at_its_beginning(mixed: Tiny
         ),
     )
     assert engine.max_length == longest
+    large = EngineConfig(max_length=longest, compression=compression("streaming_llm", 24))
+    assert Engine(mixed.model, large).max_length == longest  # with chunks of 512 tokens, too
     (prompt,) = random_prompts(longest - 40)
     engine.submit(Request(prompt=prompt, max_new_tokens=40))
     held = []

@@ -99,7 +99,7 @@ def test_heads_that_are_one_head_turned_are_pooled_without_loss_when_aligned():
     assert np.abs(logits(with_kv_heads(model, 1, "mean")) - want).max() > 0.1
 
 
-@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("num_heads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_aligned_heads_are_nearer_to_their_mean(num_heads):
     model = random_model()
 

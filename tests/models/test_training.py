@@ -69,6 +69,7 @@ def test_a_model_stays_as_it_was_while_a_copy_of_it_is_trained():
     assert all(np.isfinite(x).all() for x in trained.params)
 
 
+@pytest.mark.slow
 def test_a_distilled_model_comes_near_its_teacher():
     teacher = decode_model(Decoder(TINY, rngs=nnx.Rngs(1)))
     config = replace(CONFIG, distil=1.0, num_steps=30)
