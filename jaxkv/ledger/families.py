@@ -152,6 +152,7 @@ def guess(keys: Keys) -> Family:
         "attn_type_list": layer_kinds.minimax,
         "full_attention_interval": layer_kinds.every_fourth_full,
         "sliding_window_pattern": layer_kinds.patterned(1),
+        "_sliding_window_pattern": layer_kinds.patterned(1),
         "attention_chunk_size": layer_kinds.llama4,
         "max_window_layers": layer_kinds.qwen,
         "sliding_window": layer_kinds.windowed,

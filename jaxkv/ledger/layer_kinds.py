@@ -15,8 +15,14 @@ FULL, SLIDING, CHUNKED, LINEAR = KINDS = tuple(
 Rule = Callable[[Keys, int], list[str]]
 
 # Keys that say which layers are of which kind: where they stand beside `layer_types`, they agree.
-_RULES = ("sliding_window_pattern", "full_attention_interval", "attn_type_list", "no_rope_layers")
-_ANSWERED = ("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size")
+_RULES = (
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "full_attention_interval",
+    "attn_type_list",
+    "no_rope_layers",
+)
+_SWITCHES = ("use_sliding_window", "max_window_layers", "sliding_window", "attention_chunk_size")
 
 
 def layer_kinds(keys: Keys, rule: Rule, count: int) -> list[str]:
@@ -31,11 +37,27 @@ def layer_kinds(keys: Keys, rule: Rule, count: int) -> list[str]:
     if unknown := [kind for kind in listed if kind not in KINDS]:
         raise keys.error("layer_types", unknown[0], f"is none of {', '.join(KINDS)}")
     given = [name for name in _RULES if keys.given(name)]
-    if given and listed != rule(keys, count):
-        raise LedgerError(f"{keys.where}: layer_types and {given[0]} contradict each other")
-    for name in (*_RULES, *_ANSWERED):
-        keys.get(name)
+    other = given[0] if given and listed != rule(keys, count) else _switched(keys, rule, listed)
+    if other is not None:
+        raise LedgerError(f"{keys.where}: layer_types and {other} contradict each other")
+    for name in filter(keys.given, (*_RULES, *_SWITCHES)):
+        keys.get(name)  # it agrees
     return listed
+
+
+def _switched(keys: Keys, rule: Rule, listed: Sequence[str]) -> str | None:
+    """The key that switches on what no layer of a list has, or off what one has."""
+    on = keys.flag("use_sliding_window", default=rule not in (qwen, smollm3))
+    window = keys.given("sliding_window") and keys.integer_or_zero("sliding_window") > 0
+    if SLIDING in listed and not on:
+        return "use_sliding_window"
+    if on and keys.given("use_sliding_window") and keys.given("max_window_layers"):
+        return None if listed == qwen(keys, len(listed)) else "max_window_layers"
+    if on and window and SLIDING not in listed:
+        return "sliding_window"
+    chunk = "attention_chunk_size"
+    chunked = keys.given(chunk) and keys.integer_or_zero(chunk) > 0
+    return chunk if chunked and CHUNKED not in listed else None
 
 
 def shared_sources(keys: Keys, kinds: Sequence[str]) -> dict[int, int]:

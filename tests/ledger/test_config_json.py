@@ -290,6 +290,73 @@ def test_what_is_missing_contradictory_or_unknown_is_refused_by_name(keys, messa
         read(**keys)
 
 
+SLIDING, FULL, CHUNKED = ["sliding_attention"] * 4, ["full_attention"] * 4, ["chunked_attention"] * 4
+OFF = {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}
+ON = OFF | {"use_sliding_window": True}
+LLAMA4 = {
+    "model_type": "llama4_text", "intermediate_size_mlp": 64, "num_local_experts": 2,
+    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys, other",
+    [
+        ({"model_type": "qwen3", "layer_types": SLIDING, **OFF}, "use_sliding_window"),
+        (
+            {"model_type": "qwen3", "layer_types": SLIDING, "sliding_window": 8},
+            "use_sliding_window",
+        ),
+        ({"model_type": "qwen2", "layer_types": FULL, **ON}, "max_window_layers"),
+        ({"layer_types": SLIDING, **ON, "max_window_layers": 2}, "max_window_layers"),
+        (
+            {
+                "model_type": "mistral",
+                "layer_types": SLIDING,
+                "sliding_window": 8,
+                "use_sliding_window": False,
+            },
+            "use_sliding_window",
+        ),
+        ({"model_type": "mistral", "layer_types": FULL, "sliding_window": 8}, "sliding_window"),
+        ({**LLAMA4, "layer_types": FULL, "attention_chunk_size": 8}, "attention_chunk_size"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": 8,
+                "_sliding_window_pattern": 2,
+                "layer_types": SLIDING,
+            },
+            "_sliding_window_pattern",
+        ),
+    ],
+)
+def test_a_list_of_kinds_agrees_with_every_key_that_speaks_of_them(keys, other):
+    with pytest.raises(LedgerError, match=f"layer_types and {other} contradict each other"):
+        read(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({"model_type": "qwen3", "layer_types": FULL, **OFF}, [None] * 4),
+        ({"model_type": "qwen3", "layer_types": SLIDING, **ON}, [8] * 4),
+        ({"model_type": "qwen3", "layer_types": FULL, **ON, "max_window_layers": 4}, [None] * 4),
+        (
+            {"model_type": "ministral", "layer_types": FULL[:2] + SLIDING[:2], "sliding_window": 8},
+            [None, None, 8, 8],
+        ),
+        ({"model_type": "mistral", "layer_types": FULL}, [None] * 4),
+        ({"_sliding_window_pattern": 2, "sliding_window": 8, "model_type": "odd"}, [8, None] * 2),
+        ({**LLAMA4, "layer_types": CHUNKED, "attention_chunk_size": 8}, [8] * 4),
+    ],
+)
+def test_a_list_of_kinds_beside_keys_that_agree_is_taken(keys, expected):
+    model = read(**keys)
+    assert limits(model) == expected
+    assert not [note for note in model.notes if "window" in note]
+
+
 def test_what_is_estimated_has_a_note():
     model = read(num_key_value_heads=None, a_novelty=3, z_loss=0.0)
     assert model.kind == "MHA 8"
