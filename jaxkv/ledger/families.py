@@ -116,7 +116,9 @@ FAMILIES: dict[str, Family] = {
         kinds=layer_kinds.alternating,
         mlp=mlps.gpt_oss,
     ),
-    "llama4_text": Family(kinds=layer_kinds.llama4, mlp=mlps.llama4),
+    "llama4_text": Family(
+        defaults={"attention_chunk_size": 8192}, kinds=layer_kinds.llama4, mlp=mlps.llama4
+    ),
     "minimax_text_01": Family(kinds=layer_kinds.minimax, mlp=mlps.mixtral),
     "phi": Family(
         qkv_bias=True,

@@ -329,6 +329,7 @@ LLAMA4 = {
             },
             "_sliding_window_pattern",
         ),
+        ({**LLAMA4, "layer_types": CHUNKED, "no_rope_layer_interval": 2}, "no_rope_layer_interval"),
     ],
 )
 def test_a_list_of_kinds_agrees_with_every_key_that_speaks_of_them(keys, other):
@@ -355,6 +356,41 @@ def test_a_list_of_kinds_beside_keys_that_agree_is_taken(keys, expected):
     model = read(**keys)
     assert limits(model) == expected
     assert not [note for note in model.notes if "window" in note]
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({}, [8_192] * 3 + [None]),
+        ({"attention_chunk_size": 16}, [16] * 3 + [None]),
+        ({"no_rope_layer_interval": 2}, [8_192, None] * 2),
+        ({"no_rope_layers": [0, 1, 1, 0]}, [None, 8_192, 8_192, None]),
+        ({"no_rope_layers": [1, 0] * 2, "no_rope_layer_interval": 2}, [8_192, None] * 2),
+    ],
+)
+def test_layers_of_llama_4_with_rope_see_chunks_of_the_familys_size(keys, expected):
+    model = read(**LLAMA4, **keys)
+    assert limits(model) == expected
+    note = "attention_chunk_size is missing: taken as 8,192, the family's own"
+    assert (note in model.notes) == ("attention_chunk_size" not in keys)
+
+
+def test_a_chunk_size_of_null_is_none():
+    raw = config(**LLAMA4, attention_chunk_size=None)
+    assert limits(model_from_config(raw, name="small")) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"no_rope_layers": [0, 1, 2, 1]}, "no_rope_layers = .* neither 0 nor 1"),
+        ({"no_rope_layers": [0, 1, 1, 1], "no_rope_layer_interval": 4}, "interval = 4 contradict"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 must be a whole number above"),
+    ],
+)
+def test_which_layers_have_rope_is_said_once_and_for_all(keys, message):
+    with pytest.raises(LedgerError, match=message):
+        read(**LLAMA4, **keys)
 
 
 def test_what_is_estimated_has_a_note():
