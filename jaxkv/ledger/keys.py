@@ -135,8 +135,10 @@ class Keys:
         """The same; None where it is null or missing."""
         return None if self.get(*names) is None else self.integer(*names)
 
-    def integer_or_zero(self, *names: str) -> int:
-        """The same; 0 where it is null, false, zero or missing."""
+    def integer_or_zero(self, *names: str, missing: str = "") -> int:
+        """The same; 0 where it is null, false, zero or missing: `missing` ends a note of that."""
+        if missing and not any(name in self._raw or name in self._defaults for name in names):
+            self.note(f"{names[0]} is missing: {missing}")
         return self.integer(*names) if self.get(*names) else 0
 
     def text(self, name: str) -> str | None:
@@ -190,6 +192,17 @@ class Keys:
             raise self.error(name, value, "must be a list of whole numbers")
         self._check_length(name, value, count)
         return value
+
+    def layers(self, name: str, count: int) -> set[int]:
+        """A list of layers' numbers, below `count`; empty where it is missing.
+
+        Raises:
+          LedgerError: it is none, or there is no such layer.
+        """
+        found = set(self.integers(name) or ())
+        if found and max(found) >= count:
+            raise self.error(name, max(found), f"is none of {count} layers, 0 to {count - 1}")
+        return found
 
     def _check_length(self, name: str, value: list, count: int | None) -> None:
         if count is not None and len(value) != count:

@@ -290,7 +290,11 @@ def test_what_is_missing_contradictory_or_unknown_is_refused_by_name(keys, messa
         read(**keys)
 
 
-SLIDING, FULL, CHUNKED = ["sliding_attention"] * 4, ["full_attention"] * 4, ["chunked_attention"] * 4
+SLIDING, FULL, CHUNKED = (
+    ["sliding_attention"] * 4,
+    ["full_attention"] * 4,
+    ["chunked_attention"] * 4,
+)
 OFF = {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}
 ON = OFF | {"use_sliding_window": True}
 LLAMA4 = {
@@ -391,6 +395,80 @@ def test_a_chunk_size_of_null_is_none():
 def test_which_layers_have_rope_is_said_once_and_for_all(keys, message):
     with pytest.raises(LedgerError, match=message):
         read(**LLAMA4, **keys)
+
+
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SAID = {"q_lora_rank": 8, "first_k_dense_replace": 1, "n_shared_experts": 1}
+DEEPSEEK = {"model_type": "deepseek_v3", **MLA, **ROUTED, **SAID}
+QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    "model_type, notes",
+    [
+        (
+            "deepseek_v3",
+            {
+                "q_lora_rank": "taken as 1,536, the family's own",
+                "first_k_dense_replace": "taken as 3, the family's own",
+                "n_shared_experts": "taken as 1, the family's own",
+            },
+        ),
+        ("deepseek_v2", {"q_lora_rank": "taken as 1,536, the family's own"}),
+        ("kimi_k2", {"q_lora_rank": "q is taken as projected at once"}),
+        ("kimi_k2", {"first_k_dense_replace": "no layer is taken as dense"}),
+        ("odd", {"n_shared_experts": "taken as none"}),
+    ],
+)
+def test_a_key_of_experts_or_latents_that_is_missing_has_a_note(model_type, notes):
+    keys = {"model_type": model_type, **MLA, **ROUTED}
+    assert not [
+        note for note in read(**keys, **SAID).notes if "is missing" in note and "_r" in note
+    ]
+    model = read(**keys, **{k: v for k, v in SAID.items() if k not in notes})
+    for name, words in notes.items():
+        assert f"{name} is missing: {words}" in model.notes
+
+
+@pytest.mark.parametrize("model_type, size", [("qwen2_moe", "5,632"), ("qwen3_next", "512")])
+def test_a_shared_expert_is_the_familys_own_where_no_key_says(model_type, size):
+    model = read(model_type=model_type, **QWEN_MOE, layer_types=FULL)
+    note = f"shared_expert_intermediate_size is missing: taken as {size}, the family's own"
+    assert note in model.notes
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({**DEEPSEEK, "first_k_dense_replace": 5}, "replace = 5 is more than there are layers, 4"),
+        (
+            {**DEEPSEEK, "num_key_value_heads": "x"},
+            "num_key_value_heads = x must be a whole number",
+        ),
+        (
+            {**DEEPSEEK, "layer_types": SLIDING, "sliding_window": 8},
+            "layer_types asks for sliding_att",
+        ),
+        (
+            {**DEEPSEEK, "sliding_window": 8, "model_type": "odd"},
+            "sliding_window asks for sliding_att",
+        ),
+        ({**DEEPSEEK, "sliding_window": 8}, "sliding_window = 8 is not known here"),
+        (
+            {**DEEPSEEK, "layer_types": ["linear_attention"] * 4},
+            "layer_types asks for linear_attent",
+        ),
+        (
+            {**QWEN_MOE, "model_type": "qwen3_moe", "mlp_only_layers": [4]},
+            "= 4 is none of 4 layers",
+        ),
+        ({**LLAMA4, "moe_layers": [1, 9]}, "moe_layers = 9 is none of 4 layers, 0 to 3"),
+    ],
+)
+def test_experts_and_latents_of_layers_that_there_are_not_are_refused(keys, message):
+    with pytest.raises(LedgerError, match=message):
+        read(**keys)
 
 
 def test_what_is_estimated_has_a_note():
