@@ -4,7 +4,8 @@
                           exact tokens included, and the constant states; what lies behind a window
                           is gone, a chunk counts as a full one
     a token               what its K and V take in every layer, a page's parameters shared evenly
-    a device's share      KV heads are split where they divide, or repeated; a latent is on each
+    a device's share      query heads are split evenly, KV heads where they divide, or else they
+                          are repeated; a latent is on each
 
 It equals the `nbytes` of the arrays that `jaxkv.cache` makes (`tests/ledger/test_memory.py`).
 Not counted: page tables (4 bytes a page), activations, what a framework takes for itself.
@@ -125,6 +126,11 @@ class CacheLedger:
             raise LedgerError(f"page size {size}: must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
         if not 1 <= devices <= 1 << 20:
             raise LedgerError(f"{devices} devices: must be 1 to {1 << 20}")
+        for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
+            if isinstance(mixer, Heads | Latent) and mixer.query_heads % devices:
+                raise LedgerError(
+                    f"{mixer.query_heads} query heads do not split over {devices} devices"
+                )
         ledger = cls(model=model, formats=formats, page_size=size, devices=devices)
         _ = ledger.pages, ledger.state_bytes  # what does not fit is refused here
         return ledger

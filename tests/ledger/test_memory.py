@@ -183,7 +183,11 @@ def test_kv_heads_are_split_or_repeated(devices, heads):
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("llama-3.1-8b", {"devices": 3}, "8 KV heads do not split over 3 devices"),
+        ("llama-3.1-8b", {"devices": 3}, "32 query heads do not split over 3 devices"),
+        ("llama-3.1-8b", {"devices": 64}, "32 query heads do not split over 64 devices"),
+        ("qwen2.5-7b", {"devices": 8}, "28 query heads do not split over 8 devices"),
+        ("deepseek-v2-lite", {"devices": 32}, "16 query heads do not split over 32 devices"),
+        ("llama-3.2-3b", {"devices": 12}, "8 KV heads do not split over 12 devices"),
         ("llama-3.1-8b", {"devices": 0}, "0 devices"),
         ("llama-3.1-8b", {"page_size": 0}, "page size 0"),
         ("llama-3.1-8b", {"page_size": 2_000}, "page size 2000"),

@@ -297,7 +297,7 @@ MISTAKES = [
     (ledger, ["--memory", "80G"], "'80G' may be GB or GiB: say which"),
     (ledger, ["--bandwidth", "fast"], "'fast' is no size"),
     (ledger, ["--weights", "int3"], "invalid choice"),
-    (ledger, ["--tensor-parallel", "3"], "32 KV heads do not split over 3 devices"),
+    (ledger, ["--tensor-parallel", "3"], "32 query heads do not split over 3 devices"),
     (ledger, ["--config", "no/such.json"], "no/such.json: No such file"),
     (ledger, ["--plot", "a.pdf"], "must end with .png or .svg"),
     (ledger, ["--plot", "no/such/a.svg"], "no such folder"),
