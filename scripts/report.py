@@ -23,7 +23,9 @@ from jaxkv.replay import (
     ALLOCATORS,
     CACHES,
     OPTIMUM,
+    ReplayError,
     TraceRequest,
+    check_reusable,
     draw_requests,
     measure_fragmentation,
     measure_reuse,
@@ -163,9 +165,14 @@ def fragmentation(trace: Sequence[TraceRequest] | None) -> Iterator[str]:
 
 def prefixes(model: Model) -> Iterator[str]:
     """What a radix index finds."""
+    yield "<h2>4. Shared prefixes</h2>"
+    try:
+        check_reusable(model)
+    except ReplayError as error:
+        yield note(str(error))
+        return
     talk = list(pack_requests(workloads.conversations(1, at_a_time=1)))
     rows = [simulate_reuse.turn_row(model, turn) for turn in turns(talk, "token", capacity=4_096)]
-    yield "<h2>4. Shared prefixes</h2>"
     yield (
         "<p>Five turns of a conversation over the engine's index: what was said before is found, "
         "and only what is new is computed.</p>"
@@ -183,6 +190,10 @@ def prefixes(model: Model) -> Iterator[str]:
     )
     yield table(
         [simulate_reuse.row_of(one, model, 4e14) for one in results], simulate_reuse.COLUMNS
+    )
+    yield note(
+        "token finds no less than page where nothing is evicted. Under pressure it may find less: "
+        "it also keeps the ends of sequences, a page each, and others have to go for them."
     )
     yield figure(plots.hits([one for one in results if one.cache in CACHES[2:]]))
 

@@ -20,7 +20,8 @@ Workloads, one request after the other:
   W4      a trace's first 2,000 requests that fit, an eighth of their size (needs --trace)
 With --trace alone a trace is replayed at its full size. --turns lists every request.
 
-Saved operations are those of prefills of --model, seconds the same over --flops a second.
+Saved operations are those of prefills of --model, seconds the same over --flops a second. A model
+with constant states is refused: a hit would need a copy of them from its end.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from jaxkv.replay import (
     ReplayError,
     Reuse,
     Turn,
+    check_reusable,
     measure_reuse,
     pack_requests,
     read_trace,
@@ -75,6 +77,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     check(parser, args)
     model = one_model(parser, args, DEFAULT)
+    check_reusable(model)
     requests, capacity = load(args)
     if args.turns:
         cache, eviction = (args.caches or ["token"])[0], (args.evictions or ["lru"])[0]

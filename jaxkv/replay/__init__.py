@@ -15,6 +15,7 @@ from jaxkv.replay.lengths import draw_requests as draw_requests
 from jaxkv.replay.reuse import OPTIMUM as OPTIMUM
 from jaxkv.replay.reuse import Reuse as Reuse
 from jaxkv.replay.reuse import Turn as Turn
+from jaxkv.replay.reuse import check_reusable as check_reusable
 from jaxkv.replay.reuse import measure_reuse as measure_reuse
 from jaxkv.replay.reuse import pack_requests as pack_requests
 from jaxkv.replay.reuse import turns as turns

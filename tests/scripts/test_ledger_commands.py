@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from jaxkv.ledger import preset
 from jaxkv.ledger.quality import STAND_IN, measured
 from scripts import (
     console,
@@ -267,6 +268,13 @@ def test_the_report_is_one_page_with_tables_and_figures_and_needs_nothing_else(
     assert text.count("<svg") == 4
     assert not re.search(r"(src|href)=\"(?!#)", text.replace('xlink:href="#', ""))
     assert "<script" not in text
+    assert "Under pressure it may find less" in text
+
+
+def test_the_report_of_a_model_with_constant_states_says_why_it_has_no_table_of_reuse():
+    (head, text) = report.prefixes(preset("qwen3-next-80b-a3b-instruct"))
+    assert head.startswith("<h2>4.")
+    assert "36 of 48 layers have a constant state" in text and "<table" not in text
 
 
 def test_without_matplotlib_one_line_says_how_to_install_it(run, tmp_path, monkeypatch):
@@ -325,6 +333,7 @@ MISTAKES = [
     (simulate_reuse, ["--workload", "talk", "--caches", "hash,page"], "a table of turns is of one"),
     (simulate_reuse, ["--requests", "9", "--capacity", "1024m", "--page-size", "1"], "67108864"),
     (simulate_reuse, ["--flops", "0"], "'0' is no rate"),
+    (simulate_reuse, ["--model", "minimax-text-01"], "70 of 80 layers have a constant state"),
     (simulate_reuse, ["--requests", "5", "--capacity", "8"], "a cache of 8 tokens in pages of 16"),
     (report, ["--out", "report.txt"], "must end with .html or .htm"),
     (report, ["--out", "no/such/report.html"], "no such folder"),
