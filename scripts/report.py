@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     plots.require()
     model = one_model(parser, args, DEFAULT)
     memory = args.memory or weight_bytes(model) * 5 // 4
-    requests = None if args.trace is None else read_trace(args.trace)
+    requests = None if args.trace is None else read_trace(args.trace, needs="timestamp")
     sections = [
         lambda: recomputation(model),
         lambda: memory_bill(model, args.units),

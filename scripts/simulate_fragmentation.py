@@ -91,7 +91,7 @@ def requests_of(args: argparse.Namespace) -> list[TraceRequest]:
       ReplayError: the trace is none, or the rate is not above 0.
     """
     if args.trace is not None:
-        return read_trace(args.trace)[: args.requests]
+        return read_trace(args.trace, needs="timestamp")[: args.requests]
     return draw_requests(args.lengths, args.requests or 2_000, args.rate, args.seed)
 
 

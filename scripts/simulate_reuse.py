@@ -125,10 +125,10 @@ def load(args: argparse.Namespace) -> tuple[Packed, int]:
     """The requests of a workload, and the tokens that its cache holds.
 
     Raises:
-      ReplayError: the trace is none, or has none for W4.
+      ReplayError: the trace is none, or has none for W4; or is without hash_ids.
     """
     if args.workload == "trace":
-        requests = Expanded(read_trace(args.trace)[: args.requests])
+        requests = Expanded(read_trace(args.trace, needs="hash_ids")[: args.requests])
         return requests, args.capacity or 10 << 20
     if args.workload == "talk":
         stream, capacity = workloads.conversations(1, at_a_time=1), 4_096
@@ -137,7 +137,7 @@ def load(args: argparse.Namespace) -> tuple[Packed, int]:
         stream, capacity = workloads.conversations(talks, at_a_time=100), 200_000
     else:
         if args.workload == "W4":
-            read_trace(args.trace)  # its lines are checked
+            read_trace(args.trace, needs="hash_ids")  # its lines are checked
         stream, capacity = workloads.stream(args.workload, args.trace)
     packed = pack_requests(itertools.islice(stream, args.requests))
     with console.progress(0, unit="request", description="making requests") as bar:
@@ -146,7 +146,7 @@ def load(args: argparse.Namespace) -> tuple[Packed, int]:
             found.append(request)
             bar.update()
     if not found:
-        raise ReplayError(f"{args.trace}: has no request with hash_ids that fits")
+        raise ReplayError(f"{args.trace}: has no request that fits")
     return found, args.capacity or capacity
 
 

@@ -358,14 +358,32 @@ def test_a_damaged_trace_is_named_with_its_line(run, tmp_path, content):
         assert err.startswith(f"{path}: ")
 
 
-def test_a_trace_without_blocks_shares_nothing_and_is_none_for_w4(run, tmp_path):
+@pytest.mark.parametrize(
+    "command, options, missing",
+    [
+        (simulate_reuse, [], "hash_ids"),
+        (simulate_reuse, ["--workload", "W4"], "hash_ids"),
+        (simulate_fragmentation, [], "timestamp"),
+        (report, ["--out", "report.html"], "timestamp"),
+    ],
+)
+def test_a_trace_without_what_is_replayed_of_it_is_refused(
+    run, trace, monkeypatch, command, options, missing
+):
+    monkeypatch.chdir(trace.parent)
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    del lines[2][missing]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    code, out, err = run(command, *options, "--trace", str(trace))
+    assert (code, out, err) == (2, "", f"{trace}: line 3: has no {missing}\n")
+
+
+def test_a_trace_whose_prompts_are_too_long_for_w4_is_refused(run, tmp_path):
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"input_length": 40, "output_length": 3}\n' * 4)
-    code, out, _ = run(simulate_reuse, "--trace", str(path), "--caches", "token", "--json")
-    assert (code, rows_of(out)[0]["hit_tokens"]) == (0, 0)
+    line = {"input_length": 512_000, "output_length": 3, "hash_ids": list(range(1_000))}
+    path.write_text(json.dumps(line))
     code, out, err = run(simulate_reuse, "--workload", "W4", "--trace", str(path))
-    assert (code, out) == (2, "")
-    assert err == f"{path}: has no request with hash_ids that fits\n"
+    assert (code, out, err) == (2, "", f"{path}: has no request that fits\n")
 
 
 def test_the_ruler_runs_without_jax(tmp_path):
