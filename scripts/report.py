@@ -39,6 +39,7 @@ from scripts import (
     ledger,
     plan,
     plots,
+    rulers,
     simulate_fragmentation,
     simulate_macs,
     simulate_reuse,
@@ -225,7 +226,7 @@ def page(model: Model, parts: Sequence[str]) -> str:
     facts = [
         f"{model.parameters:,} parameters, {len(model.layers)} layers; attention: {model.kind}.",
         f"Source: {model.source}." if model.source else "",
-        *model.notes,
+        *rulers.notes([model], max(CONTEXTS)),
     ]
     head = f'<head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
     body = [f"<h1>{title}</h1>", *map(note, filter(None, facts)), *parts]

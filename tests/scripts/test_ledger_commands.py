@@ -169,6 +169,13 @@ def test_plan_says_how_much_is_missing_where_nothing_fits(run):
     assert "nothing fits: the smallest of" in err and "--memory is 3.73 GiB" in err
 
 
+def test_a_plan_beyond_the_context_that_a_model_was_made_for_says_so(run):
+    note = "note: llama-2-7b: was made for 4,096 tokens, and not for more"
+    arguments = ["--model", "llama-2-7b", "--memory", "80GB", "--context"]
+    assert note not in run(plan, *arguments, "4k")[1]
+    assert note in run(plan, *arguments, "8k")[1]
+
+
 def test_a_plan_for_latents_says_which_formats_they_do_not_have(run):
     code, out, _ = run(plan, "--model", "deepseek-v2-lite", "--memory", "80GB")
     assert code == 0
@@ -313,6 +320,8 @@ MISTAKES = [
     (plan, [], "required: --memory"),
     (plan, ["--memory", "1GB", "--reserve", "2GB"], "--reserve leaves nothing of --memory"),
     (plan, ["--memory", "1GB", "--page-sizes", "2000"], "--page-sizes 2000: must be 1 to 1024"),
+    (plan, ["--memory", "80GB", "--formats", "bf16,int3"], "no KV format 'int3'"),
+    (plan, ["--memory", "80GB", "--formats", "bf16,99=int8"], "no layer 99: the model has 32"),
     (plan, ["--memory", "1GB", "--heads", "3"], "3 KV heads do not divide 32 heads"),
     (plan, ["--memory", "1GB", "--model", "gpt2,phi-2"], "give one model"),
     (simulate_macs, ["--tokens", "1024m"], "at most 1073741824 together"),
