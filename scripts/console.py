@@ -44,8 +44,11 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
     Mistakes are ModelError, RequestError, LedgerError, ReplayError, and a file that cannot be
     opened. Any other exception is a fault of ours and passes, traceback and all. Ctrl-C returns
-    130.
+    130. An output that was closed at the start (`>&-`) is as if it went to the null device.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if any("\0" in argument for argument in argv):
         return _complain("an argument has a NUL character in it", EXIT_USER_ERROR)
     try:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -407,6 +408,20 @@ def test_the_ruler_runs_without_jax(tmp_path):
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_output_ends_nothing(tmp_path, closed):
+    program = (
+        "from scripts import console, simulate_fragmentation\n"
+        "code = console.run(simulate_fragmentation.main, ['--requests', '9'])\n"
+        f"open({str(tmp_path / 'code')!r}, 'w').write(str(code))"
+    )
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
+    result = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "code").read_text() == "0"
+    assert result.stdout.startswith("| allocator") == (">&-" not in closed.split())
 
 
 def test_help_teaches(tmp_path):
