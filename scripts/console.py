@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
+from jaxkv.ledger.keys import printable
+
 if TYPE_CHECKING:
     from models.loading import LoadedModel
 
@@ -36,7 +38,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message} (--help tells the arguments)\n")
+        line = printable(f"{self.prog}: {message} (--help tells the arguments)")
+        self.exit(EXIT_USER_ERROR, f"{line}\n")
 
 
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -87,7 +90,7 @@ def _is_mistake(error: ValueError) -> bool:
 
 
 def _complain(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
+    print(printable(line), file=sys.stderr)
     return code
 
 

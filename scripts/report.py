@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv.ledger import UNITS, CacheLedger, LedgerError, Model, parse_bytes, weight_bytes
+from jaxkv.ledger.keys import printable
 from jaxkv.ledger.plan import FORMATS, fewer_kv_heads, make_plan
 from jaxkv.replay import (
     ALLOCATORS,
@@ -100,7 +101,9 @@ def main(argv: list[str]) -> int:
             parts += section()
             bar.update()
     args.out.write_text(page(model, parts), encoding="utf-8")
-    print(f"{args.out}: {model.name}, {console.format_bytes(args.out.stat().st_size)}")
+    print(
+        f"{printable(str(args.out))}: {model.name}, {console.format_bytes(args.out.stat().st_size)}"
+    )
     return 0
 
 

@@ -212,7 +212,7 @@ class Keys:
 
     def error(self, name: str, value: Any, problem: str) -> LedgerError:
         """An error that names a key and its value."""
-        return LedgerError(f"{self.where}: {name} = {shortened(value)} {problem}")
+        return LedgerError(f"{self.where}: {shortened(name)} = {shortened(value)} {problem}")
 
     def finish(self, harmless: Collection[str]) -> tuple[str, ...]:
         """The notes, with those on keys that nobody read.
@@ -240,6 +240,11 @@ class Keys:
 
 def _is_off(value: Any) -> bool:
     return not any(value) if isinstance(value, list) else not value
+
+
+def printable(text: str) -> str:
+    """The text with line ends and characters that a terminal would obey written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(value: Any) -> str:

@@ -128,6 +128,39 @@ def test_a_config_is_read_with_its_notes_in_sight(run, tmp_path):
     assert rows_of(out)[0]["model"] == tmp_path.name
 
 
+HOSTILE = "_[b]$x\n\x1b[31m$y"
+
+
+def test_names_with_control_characters_markup_and_formulas_are_shown_as_they_are(
+    run, tmp_path, monkeypatch
+):
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    path = folder / "config.json"
+    path.write_text(json.dumps(config()))
+    shown = r"_[b]$x\n\x1b[31m$y"
+    for arguments in ([], ["--plot", str(tmp_path / "a.svg")], ["--csv"]):
+        code, out, err = run(ledger, "--config", str(path), "--context", "1k", *arguments)
+        assert code == 0 and shown in out and "\x1b" not in out + err
+    texts = "".join(ET.parse(tmp_path / "a.svg").getroot().itertext())
+    assert f"{shown}, bf16" in texts and f"{shown}, weights in bf16" in texts
+    path.write_text(json.dumps(config(**{"kv\n\x1b[31m": 1})))
+    monkeypatch.chdir(folder)
+    for arguments in (
+        ["--config", str(path)],
+        ["--config", str(path) + "\n"],
+        ["--config", "."],
+        ["--plot", "a\n\x1b.pdf"],
+    ):
+        code, out, err = run(ledger, *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "\x1b" not in err
+    path.write_text(json.dumps(config()))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = run(ledger, "--config", str(path), "--context", "1k")
+    assert shown in out and "\x1b[31m" not in out  # but for what draws the table
+
+
 def test_models_lists_every_preset_with_its_source(run):
     _, out, _ = run(ledger, "--models", "--json")
     rows = rows_of(out)
