@@ -28,7 +28,6 @@ from jaxkv.replay import (
     TraceRequest,
     check_reusable,
     draw_requests,
-    measure_fragmentation,
     measure_reuse,
     pack_requests,
     read_trace,
@@ -151,10 +150,7 @@ def fragmentation(trace: Sequence[TraceRequest] | None) -> Iterator[str]:
     requests = draw_requests("chat", 2_000, 10.0) if trace is None else trace
     capacity = 1 << 16 if trace is None else 1 << 20
     runs: list[tuple[str, int]] = [(name, 16) for name in ALLOCATORS] + [("paged", 256)]
-    results = [
-        measure_fragmentation(requests, name, capacity=capacity, page_size=size)
-        for name, size in runs
-    ]
+    results, unfit = simulate_fragmentation.replay(requests, runs, capacity=capacity)
     yield "<h2>3. Pages</h2>"
     source = "lengths of chats, drawn" if trace is None else "a trace"
     yield (
@@ -164,6 +160,7 @@ def fragmentation(trace: Sequence[TraceRequest] | None) -> Iterator[str]:
     )
     rows = [simulate_fragmentation.row_of(one) for one in results]
     yield table(rows, simulate_fragmentation.COLUMNS)
+    yield from map(note, unfit)
     yield figure(plots.waste(results))
 
 

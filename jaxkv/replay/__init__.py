@@ -7,6 +7,7 @@ jax is imported.
 from jaxkv.replay import workloads as workloads
 from jaxkv.replay.caches import CACHES as CACHES
 from jaxkv.replay.caches import EVICTIONS as EVICTIONS
+from jaxkv.replay.errors import NothingFits as NothingFits
 from jaxkv.replay.errors import ReplayError as ReplayError
 from jaxkv.replay.fragmentation import Fragmentation as Fragmentation
 from jaxkv.replay.fragmentation import measure_fragmentation as measure_fragmentation

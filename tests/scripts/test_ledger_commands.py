@@ -249,6 +249,31 @@ def test_fragmentation_has_a_row_for_each_allocator_and_page_size(run, trace):
         assert rows[3]["waste"] < rows[4]["waste"] < rows[0]["waste"]
 
 
+@pytest.mark.parametrize("length", ["1", "1m"])
+def test_a_longest_length_that_nothing_fits_is_a_note_and_the_others_run(run, length):
+    arguments = ["--requests", "9", "--page-sizes", "16", "--max-length", length]
+    code, out, err = run(simulate_fragmentation, *arguments, "--json")
+    assert code == 0
+    assert [row["allocator"] for row in rows_of(out)] == ["buddy", "oracle", "paged"]
+    tokens = {"1": 1, "1m": 1 << 20}[length]
+    assert err == (
+        f"note: max-length: none of 9 requests fits into the longest length, {tokens}, "
+        "of 65536 slots\n"
+    )
+    code, out, err = run(simulate_fragmentation, *arguments, "--allocators", "max-length")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_pages_that_are_larger_than_the_memory_are_a_note_and_the_others_run(run, trace):
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 3}')
+    code, out, err = run(
+        simulate_fragmentation, "--trace", str(trace), "--capacity", "32", "--page-sizes", "16,64",
+        "--json",
+    )  # fmt: skip
+    assert (code, len(rows_of(out))) == (0, 4)
+    assert err.startswith("note: 32 slots in pages of 64: must be")
+
+
 def test_reuse_has_a_row_for_each_cache_and_order(run, trace):
     code, out, err = run(
         simulate_reuse, "--trace", str(trace), "--capacity", "8k",
@@ -367,7 +392,7 @@ MISTAKES = [
     (simulate_fragmentation, ["--rate", "nan"], "nan requests a second"),
     (simulate_fragmentation, ["--step", "-1"], "-1.0 seconds a step"),
     (simulate_fragmentation, ["--seed", "-1"], "--seed must be at least 0"),
-    (simulate_fragmentation, ["--capacity", "16", "--requests", "9"], "fits into 16 slots"),
+    (simulate_fragmentation, ["--capacity", "16", "--requests", "9"], ", of 16 slots"),
     (simulate_fragmentation, ["--trace", "no/such.jsonl"], "no/such.jsonl: No such file"),
     (simulate_reuse, ["--workload", "W4"], "--workload W4 needs --trace"),
     (simulate_reuse, ["--workload", "W1", "--trace", "x"], "has no use for --trace"),
