@@ -73,6 +73,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--page-size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
     tables.check_file(parser, args.plot, "--plot", (".png", ".svg"))
     if args.models:
+        if args.plot is not None:
+            parser.error("--plot is of what is counted, not of the list of --models")
         return list_models(args)
     chosen = models(args, DEFAULT)
     if args.plot is not None:

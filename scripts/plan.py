@@ -16,6 +16,7 @@ are other models, which have to be trained: what they cost was not measured.
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from jaxkv.ledger import (
@@ -47,7 +48,13 @@ def main(argv: list[str]) -> int:
     add("--context", type=argument(parse_tokens), default=1 << 15, metavar="N",
         help="tokens of each sequence (default: 32k)")  # fmt: skip
     add("--batch", type=argument(count), default=1, metavar="B", help="sequences (default: 1)")
-    add("--reserve", type=argument(parse_bytes), default=0, metavar="SIZE", help="(default: 0)")
+    add(
+        "--reserve",
+        type=argument(partial(parse_bytes, least=0)),
+        default=0,
+        metavar="SIZE",
+        help="(default: 0)",
+    )
     add("--heads", type=listed(count), metavar="K,..", help="(default: half, a quarter, .. 1)")
     add("--formats", type=argument(split_choices), default=list(FORMATS), metavar="F,..",
         help=f"(default: {','.join(FORMATS)})")  # fmt: skip

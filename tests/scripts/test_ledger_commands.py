@@ -210,6 +210,12 @@ def test_a_plan_beyond_the_context_that_a_model_was_made_for_says_so(run):
     assert note in run(plan, *arguments, "8k")[1]
 
 
+@pytest.mark.parametrize("nothing", ["0", "0GB"])
+def test_a_plan_may_keep_nothing_free(run, nothing):
+    arguments = ["--memory", "80GB", "--page-sizes", "16", "--csv"]
+    assert run(plan, *arguments, "--reserve", nothing) == run(plan, *arguments)
+
+
 def test_a_plan_for_latents_says_which_formats_they_do_not_have(run):
     code, out, _ = run(plan, "--model", "deepseek-v2-lite", "--memory", "80GB")
     assert code == 0
@@ -376,6 +382,7 @@ MISTAKES = [
     (ledger, ["--plot", "a.pdf"], "must end with .png or .svg"),
     (ledger, ["--plot", "no/such/a.svg"], "no such folder"),
     (ledger, ["--csv", "--json"], "not allowed with"),
+    (ledger, ["--models", "--plot", "x.svg"], "--plot is of what is counted, not of the list"),
     (plan, [], "required: --memory"),
     (plan, ["--memory", "1GB", "--reserve", "2GB"], "--reserve leaves nothing of --memory"),
     (plan, ["--memory", "1GB", "--page-sizes", "2000"], "--page-sizes 2000: must be 1 to 1024"),
