@@ -51,10 +51,12 @@ def _switched(keys: Keys, rule: Rule, listed: Sequence[str]) -> str | None:
     on = keys.flag("use_sliding_window", default=rule not in (qwen, smollm3))
     window = keys.given("sliding_window") and keys.integer_or_zero("sliding_window") > 0
     if SLIDING in listed and not on:
-        return "use_sliding_window"
+        given = keys.given("use_sliding_window")
+        return "use_sliding_window" if given else "a missing use_sliding_window, which is false,"
     if on and keys.given("use_sliding_window") and keys.given("max_window_layers"):
-        return None if listed == qwen(keys, len(listed)) else "max_window_layers"
-    if on and window and SLIDING not in listed:
+        if listed != qwen(keys, len(listed)):
+            return "max_window_layers"
+    elif on and window and SLIDING not in listed:
         return "sliding_window"
     chunk = "attention_chunk_size"
     chunked = keys.given(chunk) and keys.integer_or_zero(chunk) > 0

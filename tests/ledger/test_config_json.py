@@ -309,7 +309,7 @@ LLAMA4 = {
         ({"model_type": "qwen3", "layer_types": SLIDING, **OFF}, "use_sliding_window"),
         (
             {"model_type": "qwen3", "layer_types": SLIDING, "sliding_window": 8},
-            "use_sliding_window",
+            "a missing use_sliding_window, which is false,",
         ),
         ({"model_type": "qwen2", "layer_types": FULL, **ON}, "max_window_layers"),
         ({"layer_types": SLIDING, **ON, "max_window_layers": 2}, "max_window_layers"),
