@@ -47,6 +47,14 @@ def main(argv: list[str]) -> int:
         return 0
     words = next((n for n in (2, 1) if " ".join(argv[:n]) in known), 0)
     if not words:
+        group = {one: known[one] for one in known if one.split()[0] == argv[0]}
+        if group and argv[1:2] in ([], ["-h"], ["--help"], ["help"]):
+            print(listing(group))
+            return 0
+        if group:
+            names = ", ".join(one.split()[1] for one in group)
+            print(f"{argv[0]} has no {argv[1]!r}: there are {names}", file=sys.stderr)
+            return 2
         print(f"no command is named {argv[0]!r}: `python scripts` lists them", file=sys.stderr)
         return 2
     module, _ = known[" ".join(argv[:words])]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
+from jaxkv.ledger.keys import printable
+
 if TYPE_CHECKING:
     from models.loading import LoadedModel
 
@@ -36,7 +38,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message} (--help tells the arguments)\n")
+        line = printable(f"{self.prog}: {message} (--help tells the arguments)")
+        self.exit(EXIT_USER_ERROR, f"{line}\n")
 
 
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -44,8 +47,11 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
     Mistakes are ModelError, RequestError, LedgerError, ReplayError, and a file that cannot be
     opened. Any other exception is a fault of ours and passes, traceback and all. Ctrl-C returns
-    130.
+    130. An output that was closed at the start (`>&-`) is as if it went to the null device.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if any("\0" in argument for argument in argv):
         return _complain("an argument has a NUL character in it", EXIT_USER_ERROR)
     try:
@@ -84,7 +90,7 @@ def _is_mistake(error: ValueError) -> bool:
 
 
 def _complain(line: str, code: int) -> int:
-    print(line, file=sys.stderr)
+    print(printable(line), file=sys.stderr)
     return code
 
 

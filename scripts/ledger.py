@@ -17,7 +17,6 @@ Tokens: 4k is 4,096. Bytes: 80GB is 80e9, 80GiB is 80 * 2^30; the table is in on
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxkv.ledger import (
@@ -39,7 +38,7 @@ from jaxkv.ledger import (
 )
 from scripts import console, tables
 from scripts.rulers import UNITS as SHOWN_UNITS
-from scripts.rulers import add_model_arguments, argument, count, listed, models
+from scripts.rulers import add_model_arguments, argument, count, listed, models, notes
 from scripts.tables import Column, decimals, limit, percent, whole
 
 DEFAULT = "llama-2-7b"
@@ -74,6 +73,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--page-size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
     tables.check_file(parser, args.plot, "--plot", (".png", ".svg"))
     if args.models:
+        if args.plot is not None:
+            parser.error("--plot is of what is counted, not of the list of --models")
         return list_models(args)
     chosen = models(args, DEFAULT)
     if args.plot is not None:
@@ -82,14 +83,6 @@ def main(argv: list[str]) -> int:
         plots.save(plots.cache_sizes(chosen, args.format, args.weights, args.units), args.plot)
     tables.write(rows(chosen, args), columns(args), args, notes(chosen, max(args.context)))
     return 0
-
-
-def notes(chosen: Sequence[Model], longest: int) -> Iterator[str]:
-    """What was assumed of the models, and which are longer here than they were made for."""
-    for model in chosen:
-        yield from (f"{model.name}: {note}" for note in model.notes)
-        if model.max_context is not None and longest > model.max_context:
-            yield f"{model.name}: was made for {model.max_context:,} tokens, and not for more"
 
 
 def list_models(args: argparse.Namespace) -> int:

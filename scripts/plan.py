@@ -15,6 +15,8 @@ are other models, which have to be trained: what they cost was not measured.
 """
 
 import sys
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from jaxkv.ledger import (
@@ -26,7 +28,7 @@ from jaxkv.ledger import (
     split_choices,
 )
 from jaxkv.ledger.plan import FORMATS, Option, Plan, fewer_kv_heads, make_plan
-from scripts import console, tables
+from scripts import console, rulers, tables
 from scripts.rulers import UNITS as SHOWN_UNITS
 from scripts.rulers import add_model_arguments, argument, count, listed, one_model
 from scripts.tables import Column, limit, whole
@@ -46,7 +48,13 @@ def main(argv: list[str]) -> int:
     add("--context", type=argument(parse_tokens), default=1 << 15, metavar="N",
         help="tokens of each sequence (default: 32k)")  # fmt: skip
     add("--batch", type=argument(count), default=1, metavar="B", help="sequences (default: 1)")
-    add("--reserve", type=argument(parse_bytes), default=0, metavar="SIZE", help="(default: 0)")
+    add(
+        "--reserve",
+        type=argument(partial(parse_bytes, least=0)),
+        default=0,
+        metavar="SIZE",
+        help="(default: 0)",
+    )
     add("--heads", type=listed(count), metavar="K,..", help="(default: half, a quarter, .. 1)")
     add("--formats", type=argument(split_choices), default=list(FORMATS), metavar="F,..",
         help=f"(default: {','.join(FORMATS)})")  # fmt: skip
@@ -92,7 +100,8 @@ def main(argv: list[str]) -> int:
         return NOTHING_FITS
     shown = plan.options if args.all or args.json or args.csv else plan.options[:SHOWN]
     rows = [row_of(model.name, args.context, args.batch, one) for one in shown]
-    tables.write(rows, columns(unit), args, notes(plan, len(shown), model.notes))
+    more = rulers.notes([model], args.context)
+    tables.write(rows, columns(unit), args, notes(plan, len(shown), more))
     return 0
 
 
@@ -146,7 +155,7 @@ def quality_text(ratio: float | None) -> str:
     return "not measured" if ratio is None else f"{ratio:.4f}"
 
 
-def notes(plan: Plan, shown: int, more: tuple[str, ...]) -> list[str]:
+def notes(plan: Plan, shown: int, more: Iterable[str]) -> list[str]:
     """What the table leaves out."""
     fit = len(plan.options)
     found = [f"{fit} of {plan.tried} combinations fit; {shown} are shown"]

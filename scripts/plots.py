@@ -61,9 +61,11 @@ def cache_sizes(
             ledger = CacheLedger.of(model, choice)
             sizes = [ledger.sequence_bytes(n) / UNITS[unit] for n in CONTEXTS]
             style = ("-", "--", ":", "-.")[j % 4]
-            axes.plot(CONTEXTS, sizes, style, color=colour, label=f"{model.name}, {choice}")
+            axes.plot(
+                CONTEXTS, sizes, style, color=colour, label=literal(f"{model.name}, {choice}")
+            )
         level = weight_bytes(model, weights) / UNITS[unit]
-        name = f"{model.name}, weights in {weights}"
+        name = literal(f"{model.name}, weights in {weights}")
         axes.axhline(level, color=colour, linewidth=0.8, alpha=0.6, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -101,7 +103,7 @@ def multiply_adds(model: Model, lengths: Sequence[int]) -> "Figure":
         axes.set_yscale("log")
         axes.set(xlabel="n, tokens", title=title)
         axes.grid(alpha=0.3)
-    left.set_ylabel(f"multiply-adds, {model.name}")
+    left.set_ylabel(literal(f"multiply-adds, {model.name}"))
     left.legend(fontsize=7)
     return figure
 
@@ -150,6 +152,11 @@ def hits(results: Sequence[Reuse]) -> "Figure":
 def allocator_name(result: Fragmentation) -> str:
     """An allocator, with its page size where it has one."""
     return result.allocator if result.page_size is None else f"paged, {result.page_size}"
+
+
+def literal(text: str) -> str:
+    """A label that shows a name as it is: a `$` would begin a formula, a `_` hide it."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _figure(height: float = HEIGHT) -> "tuple[Figure, Axes]":

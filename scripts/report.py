@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv.ledger import UNITS, CacheLedger, LedgerError, Model, parse_bytes, weight_bytes
+from jaxkv.ledger.keys import printable
 from jaxkv.ledger.plan import FORMATS, fewer_kv_heads, make_plan
 from jaxkv.replay import (
     ALLOCATORS,
     CACHES,
     OPTIMUM,
+    ReplayError,
     TraceRequest,
+    check_reusable,
     draw_requests,
-    measure_fragmentation,
     measure_reuse,
     pack_requests,
     read_trace,
@@ -37,6 +39,7 @@ from scripts import (
     ledger,
     plan,
     plots,
+    rulers,
     simulate_fragmentation,
     simulate_macs,
     simulate_reuse,
@@ -83,7 +86,7 @@ def main(argv: list[str]) -> int:
     plots.require()
     model = one_model(parser, args, DEFAULT)
     memory = args.memory or weight_bytes(model) * 5 // 4
-    requests = None if args.trace is None else read_trace(args.trace)
+    requests = None if args.trace is None else read_trace(args.trace, needs="timestamp")
     sections = [
         lambda: recomputation(model),
         lambda: memory_bill(model, args.units),
@@ -97,7 +100,9 @@ def main(argv: list[str]) -> int:
             parts += section()
             bar.update()
     args.out.write_text(page(model, parts), encoding="utf-8")
-    print(f"{args.out}: {model.name}, {console.format_bytes(args.out.stat().st_size)}")
+    print(
+        f"{printable(str(args.out))}: {model.name}, {console.format_bytes(args.out.stat().st_size)}"
+    )
     return 0
 
 
@@ -145,10 +150,7 @@ def fragmentation(trace: Sequence[TraceRequest] | None) -> Iterator[str]:
     requests = draw_requests("chat", 2_000, 10.0) if trace is None else trace
     capacity = 1 << 16 if trace is None else 1 << 20
     runs: list[tuple[str, int]] = [(name, 16) for name in ALLOCATORS] + [("paged", 256)]
-    results = [
-        measure_fragmentation(requests, name, capacity=capacity, page_size=size)
-        for name, size in runs
-    ]
+    results, unfit = simulate_fragmentation.replay(requests, runs, capacity=capacity)
     yield "<h2>3. Pages</h2>"
     source = "lengths of chats, drawn" if trace is None else "a trace"
     yield (
@@ -158,14 +160,20 @@ def fragmentation(trace: Sequence[TraceRequest] | None) -> Iterator[str]:
     )
     rows = [simulate_fragmentation.row_of(one) for one in results]
     yield table(rows, simulate_fragmentation.COLUMNS)
+    yield from map(note, unfit)
     yield figure(plots.waste(results))
 
 
 def prefixes(model: Model) -> Iterator[str]:
     """What a radix index finds."""
+    yield "<h2>4. Shared prefixes</h2>"
+    try:
+        check_reusable(model)
+    except ReplayError as error:
+        yield note(str(error))
+        return
     talk = list(pack_requests(workloads.conversations(1, at_a_time=1)))
     rows = [simulate_reuse.turn_row(model, turn) for turn in turns(talk, "token", capacity=4_096)]
-    yield "<h2>4. Shared prefixes</h2>"
     yield (
         "<p>Five turns of a conversation over the engine's index: what was said before is found, "
         "and only what is new is computed.</p>"
@@ -183,6 +191,10 @@ def prefixes(model: Model) -> Iterator[str]:
     )
     yield table(
         [simulate_reuse.row_of(one, model, 4e14) for one in results], simulate_reuse.COLUMNS
+    )
+    yield note(
+        "token finds no less than page where nothing is evicted. Under pressure it may find less: "
+        "it also keeps the ends of sequences, a page each, and others have to go for them."
     )
     yield figure(plots.hits([one for one in results if one.cache in CACHES[2:]]))
 
@@ -214,7 +226,7 @@ def page(model: Model, parts: Sequence[str]) -> str:
     facts = [
         f"{model.parameters:,} parameters, {len(model.layers)} layers; attention: {model.kind}.",
         f"Source: {model.source}." if model.source else "",
-        *model.notes,
+        *rulers.notes([model], max(CONTEXTS)),
     ]
     head = f'<head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head>'
     body = [f"<h1>{title}</h1>", *map(note, filter(None, facts)), *parts]

@@ -4,7 +4,7 @@ Not a command. Unlike `serving` it imports no jax.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxkv.ledger import LedgerError, Model, load_config, preset
@@ -75,6 +75,14 @@ def models(args: argparse.Namespace, default: str) -> list[Model]:
     if not found:
         raise LedgerError(f"--model {names!r} names no model")
     return found
+
+
+def notes(models: Sequence[Model], longest: int) -> Iterator[str]:
+    """What was assumed of the models, and which are longer here than they were made for."""
+    for model in models:
+        yield from (f"{model.name}: {note}" for note in model.notes)
+        if model.max_context is not None and longest > model.max_context:
+            yield f"{model.name}: was made for {model.max_context:,} tokens, and not for more"
 
 
 def one_model(parser: argparse.ArgumentParser, args: argparse.Namespace, default: str) -> Model:

@@ -18,6 +18,7 @@ input_length and output_length, as Mooncake published theirs.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from jaxkv.replay import (
     ALLOCATORS,
     DISTRIBUTIONS,
     Fragmentation,
+    NothingFits,
     TraceRequest,
     draw_requests,
     measure_fragmentation,
@@ -75,12 +77,12 @@ def main(argv: list[str]) -> int:
         from scripts import plots
 
         plots.require()  # before minutes of work
-    results = measure(requests_of(args), args)
+    results, notes = measure(requests_of(args), args)
     if args.plot is not None:
         from scripts import plots
 
         plots.save(plots.waste(results), args.plot)
-    tables.write([row_of(one) for one in results], COLUMNS, args)
+    tables.write([row_of(one) for one in results], COLUMNS, args, notes)
     return 0
 
 
@@ -91,30 +93,47 @@ def requests_of(args: argparse.Namespace) -> list[TraceRequest]:
       ReplayError: the trace is none, or the rate is not above 0.
     """
     if args.trace is not None:
-        return read_trace(args.trace)[: args.requests]
+        return read_trace(args.trace, needs="timestamp")[: args.requests]
     return draw_requests(args.lengths, args.requests or 2_000, args.rate, args.seed)
 
 
-def measure(requests: list[TraceRequest], args: argparse.Namespace) -> list[Fragmentation]:
-    """Replays the requests over each allocator, under a progress bar."""
-    runs: list[dict[str, Any]] = []
+def measure(
+    requests: list[TraceRequest], args: argparse.Namespace
+) -> tuple[list[Fragmentation], list[str]]:
+    """Replays the requests over each allocator, under a progress bar; see `replay`."""
+    runs: list[tuple[str, int]] = []
     for name in args.allocators:
-        sizes = args.page_sizes if name == "paged" else [1]
-        runs += [{"allocator": name, "page_size": size} for size in sizes]
+        runs += [(name, size) for size in (args.page_sizes if name == "paged" else [1])]
     capacity = args.capacity or (1 << 16 if args.trace is None else 1 << 20)
     total = len(runs) * len(requests)
     with console.progress(total, unit="request", description="replaying") as bar:
-        return [
-            measure_fragmentation(
-                requests,
-                capacity=capacity,
-                max_length=args.max_length,
-                step_seconds=args.step,
-                on_request=bar.update,
-                **run,
-            )
-            for run in runs
-        ]
+        return replay(
+            requests,
+            runs,
+            capacity=capacity,
+            max_length=args.max_length,
+            step_seconds=args.step,
+            on_request=bar.update,
+        )
+
+
+def replay(
+    requests: Sequence[TraceRequest], runs: Sequence[tuple[str, int]], **options: Any
+) -> tuple[list[Fragmentation], list[str]]:
+    """What allocators and page sizes made of requests, and a line for each that could serve none.
+
+    Raises:
+      ReplayError: a number is out of range, or none could serve any.
+    """
+    found, unfit = [], []
+    for name, size in runs:
+        try:
+            found.append(measure_fragmentation(requests, name, page_size=size, **options))
+        except NothingFits as error:
+            unfit.append(error)
+    if not found:
+        raise unfit[0]
+    return found, [str(error) for error in unfit]
 
 
 def row_of(one: Fragmentation) -> dict[str, Any]:

@@ -20,7 +20,8 @@ Workloads, one request after the other:
   W4      a trace's first 2,000 requests that fit, an eighth of their size (needs --trace)
 With --trace alone a trace is replayed at its full size. --turns lists every request.
 
-Saved operations are those of prefills of --model, seconds the same over --flops a second.
+Saved operations are those of prefills of --model, seconds the same over --flops a second. A model
+with constant states is refused: a hit would need a copy of them from its end.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from jaxkv.replay import (
     ReplayError,
     Reuse,
     Turn,
+    check_reusable,
     measure_reuse,
     pack_requests,
     read_trace,
@@ -75,6 +77,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     check(parser, args)
     model = one_model(parser, args, DEFAULT)
+    check_reusable(model)
     requests, capacity = load(args)
     if args.turns:
         cache, eviction = (args.caches or ["token"])[0], (args.evictions or ["lru"])[0]
@@ -122,10 +125,10 @@ def load(args: argparse.Namespace) -> tuple[Packed, int]:
     """The requests of a workload, and the tokens that its cache holds.
 
     Raises:
-      ReplayError: the trace is none, or has none for W4.
+      ReplayError: the trace is none, or has none for W4; or is without hash_ids.
     """
     if args.workload == "trace":
-        requests = Expanded(read_trace(args.trace)[: args.requests])
+        requests = Expanded(read_trace(args.trace, needs="hash_ids")[: args.requests])
         return requests, args.capacity or 10 << 20
     if args.workload == "talk":
         stream, capacity = workloads.conversations(1, at_a_time=1), 4_096
@@ -134,7 +137,7 @@ def load(args: argparse.Namespace) -> tuple[Packed, int]:
         stream, capacity = workloads.conversations(talks, at_a_time=100), 200_000
     else:
         if args.workload == "W4":
-            read_trace(args.trace)  # its lines are checked
+            read_trace(args.trace, needs="hash_ids")  # its lines are checked
         stream, capacity = workloads.stream(args.workload, args.trace)
     packed = pack_requests(itertools.islice(stream, args.requests))
     with console.progress(0, unit="request", description="making requests") as bar:
@@ -143,7 +146,7 @@ def load(args: argparse.Namespace) -> tuple[Packed, int]:
             found.append(request)
             bar.update()
     if not found:
-        raise ReplayError(f"{args.trace}: has no request with hash_ids that fits")
+        raise ReplayError(f"{args.trace}: has no request that fits")
     return found, args.capacity or capacity
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxkv.ledger.keys import printable
+
 Row = Mapping[str, Any]
 
 
@@ -86,12 +88,12 @@ def write(
     else:
         print_table(rows, columns)
     for note in notes:
-        print(f"note: {note}", file=sys.stderr if args.json or args.csv else sys.stdout)
+        print(f"note: {printable(note)}", file=sys.stderr if args.json or args.csv else sys.stdout)
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     """Prints a table: drawn on a terminal, Markdown elsewhere."""
-    cells = [[column.show(row[column.key]) for column in columns] for row in rows]
+    cells = [[printable(column.show(row[column.key])) for column in columns] for row in rows]
     titles = [column.title for column in columns]
     if sys.stdout.isatty():
         draw(titles, cells)
@@ -108,7 +110,7 @@ def draw(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(markup=False, emoji=False)  # `[x]` in a model's name is no style
     wrapped = [[_wrapped(title, 12) for title in titles]]
     wrapped += [[_wrapped(text, 24) for text in row] for row in cells]
     widths = [max(map(_width, column)) + 3 for column in zip(*wrapped, strict=True)]
@@ -124,7 +126,8 @@ def draw(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
         table.add_column(wrapped[0][i], justify=justify, no_wrap=True)
     for row in wrapped[1:]:
         table.add_row(*(row[i] for i in kept))
-    Console(width=max(console.width, sum(widths[i] for i in kept))).print(table)
+    console.width = max(console.width, sum(widths[i] for i in kept))
+    console.print(table)
 
 
 def markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

@@ -16,6 +16,7 @@ its last token alone.
 from dataclasses import dataclass
 from math import comb
 
+from jaxkv.ledger.errors import check_least
 from jaxkv.ledger.memory import CacheLedger, step_weight_bytes
 from jaxkv.ledger.shapes import Model, Span, State
 
@@ -47,7 +48,12 @@ class Macs:
 
 
 def prefill_macs(model: Model, num_tokens: int, cached: int = 0) -> Macs:
-    """Of the tokens of a prompt behind the first `cached` ones, and the logits of the last."""
+    """Of the tokens of a prompt behind the first `cached` ones, and the logits of the last.
+
+    Raises:
+      LedgerError: a number is less than none.
+    """
+    check_least(0, num_tokens=num_tokens, cached=cached)
     if num_tokens <= cached:
         return Macs()
     n = num_tokens - cached
@@ -62,7 +68,12 @@ def prefill_macs(model: Model, num_tokens: int, cached: int = 0) -> Macs:
 
 
 def decode_macs(model: Model, num_tokens: int) -> Macs:
-    """Of a step that computes the token behind `num_tokens` cached ones."""
+    """Of a step that computes the token behind `num_tokens` cached ones.
+
+    Raises:
+      LedgerError: they are less than none.
+    """
+    check_least(0, num_tokens=num_tokens)
     return Macs(
         linear=model.token_macs,
         attention=sum(pair * span.seen(num_tokens) for span, _, pair in model.attentions),
@@ -81,7 +92,11 @@ def generation_macs(model: Model, prompt: int, new: int, *, cache: bool) -> Macs
       prompt: tokens, at least 1.
       new: tokens, at least 1.
       cache: whether there is one.
+
+    Raises:
+      LedgerError: there is no token.
     """
+    check_least(1, prompt=prompt, new=new)
     per_token = model.token_macs
     end = prompt + new  # lengths prompt .. end - 1 are computed, or grown to
     if cache:
@@ -105,7 +120,12 @@ def generation_macs(model: Model, prompt: int, new: int, *, cache: bool) -> Macs
 
 
 def simulate(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
-    """The same as `generation_macs`, counted by running the loops over steps, tokens and layers."""
+    """The same as `generation_macs`, counted by running the loops over steps, tokens and layers.
+
+    Raises:
+      LedgerError: see there.
+    """
+    check_least(1, prompt=prompt, new=new)
     linear = attention = head = 0
     cached = 0
     layers = [(one.token_macs, one.mixer) for one in model.layers]
@@ -127,7 +147,12 @@ def simulate(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
 def arithmetic_intensity(
     ledger: CacheLedger, *, num_tokens: int, batch: int = 1, weights: str = "bf16"
 ) -> float:
-    """Floating-point operations of a decode step for each byte that it reads."""
+    """Floating-point operations of a decode step for each byte that it reads.
+
+    Raises:
+      LedgerError: a number is none.
+    """
+    check_least(1, batch=batch)
     flops = 2 * batch * decode_macs(ledger.model, num_tokens).total
     read = step_weight_bytes(ledger.model, weights, batch=batch)
     return flops / (read + batch * ledger.sequence_bytes(num_tokens) * ledger.devices)

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.families import FAMILIES, Family, guess
-from jaxkv.ledger.keys import HARMLESS, OUTER, Keys, shortened
+from jaxkv.ledger.keys import HARMLESS, OUTER, Keys, printable, shortened
 from jaxkv.ledger.mixers import read_layers
 from jaxkv.ledger.shapes import Model
 
@@ -25,17 +25,18 @@ def load_config(path: Path) -> Model:
       OSError: it cannot be read.
     """
     path = path / "config.json" if path.is_dir() else path
+    where = printable(str(path))
     try:
         raw = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except LedgerError as error:
-        raise LedgerError(f"{path}: {error}") from None
+        raise LedgerError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
-        raise LedgerError(f"{path}: is not JSON: {reason}") from None
+        raise LedgerError(f"{where}: is not JSON: {reason}") from None
     if not isinstance(raw, dict):
-        raise LedgerError(f"{path}: is no JSON object")
+        raise LedgerError(f"{where}: is no JSON object")
     parent = path.resolve().parent.name
-    return model_from_config(raw, name=parent or str(path), where=str(path))
+    return model_from_config(raw, name=parent or where, where=where)
 
 
 def model_from_config(
@@ -53,6 +54,7 @@ def model_from_config(
       LedgerError: a key is missing, contradicts another one, or may change the memory in a way that
         is not known here.
     """
+    name, where = printable(name), printable(where)
     text = raw.get("text_config")
     notes: list[str] = []
     if isinstance(text, Mapping):

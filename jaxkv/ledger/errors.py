@@ -6,3 +6,10 @@ class LedgerError(ValueError):
 
     The message is one line and names the key, format or argument at fault.
     """
+
+
+def check_least(least: float, **numbers: float) -> None:
+    """Raises LedgerError where an argument, given by its name, is less than the least there is."""
+    for name, value in numbers.items():
+        if not value >= least:  # nor NaN
+            raise LedgerError(f"{name} = {value} must be at least {least}")

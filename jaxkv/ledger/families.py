@@ -73,7 +73,13 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         defaults={"num_key_value_heads": 32}, qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen
     ),
-    "qwen2_moe": Family(qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen, mlp=mlps.qwen_moe),
+    "qwen2_moe": Family(
+        defaults={"shared_expert_intermediate_size": 5632},
+        qkv_bias=True,
+        o_bias=False,
+        kinds=layer_kinds.qwen,
+        mlp=mlps.qwen_moe,
+    ),
     "qwen3": Family(
         defaults={"head_dim": 128, "num_key_value_heads": 32}, qk_norm=True, kinds=layer_kinds.qwen
     ),
@@ -84,7 +90,11 @@ FAMILIES: dict[str, Family] = {
         mlp=mlps.qwen_moe,
     ),
     "qwen3_next": Family(
-        qk_norm=True, output_gate=True, kinds=layer_kinds.every_fourth_full, mlp=mlps.qwen_moe
+        defaults={"shared_expert_intermediate_size": 512},
+        qk_norm=True,
+        output_gate=True,
+        kinds=layer_kinds.every_fourth_full,
+        mlp=mlps.qwen_moe,
     ),
     "gemma": Family(defaults=_GEMMA, tied=True),
     "gemma2": Family(
@@ -105,8 +115,12 @@ FAMILIES: dict[str, Family] = {
         mlp=mlps.gemma3n,
         per_layer_inputs=True,
     ),
-    "deepseek_v2": Family(latent=True, mlp=mlps.deepseek),
-    "deepseek_v3": Family(latent=True, mlp=mlps.deepseek),
+    "deepseek_v2": Family(defaults={"q_lora_rank": 1536}, latent=True, mlp=mlps.deepseek),
+    "deepseek_v3": Family(
+        defaults={"q_lora_rank": 1536, "first_k_dense_replace": 3, "n_shared_experts": 1},
+        latent=True,
+        mlp=mlps.deepseek,
+    ),
     "kimi_k2": Family(latent=True, mlp=mlps.deepseek),
     "gpt_oss": Family(
         defaults={"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128},
@@ -116,7 +130,9 @@ FAMILIES: dict[str, Family] = {
         kinds=layer_kinds.alternating,
         mlp=mlps.gpt_oss,
     ),
-    "llama4_text": Family(kinds=layer_kinds.llama4, mlp=mlps.llama4),
+    "llama4_text": Family(
+        defaults={"attention_chunk_size": 8192}, kinds=layer_kinds.llama4, mlp=mlps.llama4
+    ),
     "minimax_text_01": Family(kinds=layer_kinds.minimax, mlp=mlps.mixtral),
     "phi": Family(
         qkv_bias=True,
@@ -152,6 +168,7 @@ def guess(keys: Keys) -> Family:
         "attn_type_list": layer_kinds.minimax,
         "full_attention_interval": layer_kinds.every_fourth_full,
         "sliding_window_pattern": layer_kinds.patterned(1),
+        "_sliding_window_pattern": layer_kinds.patterned(1),
         "attention_chunk_size": layer_kinds.llama4,
         "max_window_layers": layer_kinds.qwen,
         "sliding_window": layer_kinds.windowed,

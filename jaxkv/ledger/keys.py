@@ -135,8 +135,10 @@ class Keys:
         """The same; None where it is null or missing."""
         return None if self.get(*names) is None else self.integer(*names)
 
-    def integer_or_zero(self, *names: str) -> int:
-        """The same; 0 where it is null, false, zero or missing."""
+    def integer_or_zero(self, *names: str, missing: str = "") -> int:
+        """The same; 0 where it is null, false, zero or missing: `missing` ends a note of that."""
+        if missing and not any(name in self._raw or name in self._defaults for name in names):
+            self.note(f"{names[0]} is missing: {missing}")
         return self.integer(*names) if self.get(*names) else 0
 
     def text(self, name: str) -> str | None:
@@ -191,6 +193,17 @@ class Keys:
         self._check_length(name, value, count)
         return value
 
+    def layers(self, name: str, count: int) -> set[int]:
+        """A list of layers' numbers, below `count`; empty where it is missing.
+
+        Raises:
+          LedgerError: it is none, or there is no such layer.
+        """
+        found = set(self.integers(name) or ())
+        if found and max(found) >= count:
+            raise self.error(name, max(found), f"is none of {count} layers, 0 to {count - 1}")
+        return found
+
     def _check_length(self, name: str, value: list, count: int | None) -> None:
         if count is not None and len(value) != count:
             raise LedgerError(
@@ -199,7 +212,7 @@ class Keys:
 
     def error(self, name: str, value: Any, problem: str) -> LedgerError:
         """An error that names a key and its value."""
-        return LedgerError(f"{self.where}: {name} = {shortened(value)} {problem}")
+        return LedgerError(f"{self.where}: {shortened(name)} = {shortened(value)} {problem}")
 
     def finish(self, harmless: Collection[str]) -> tuple[str, ...]:
         """The notes, with those on keys that nobody read.
@@ -227,6 +240,11 @@ class Keys:
 
 def _is_off(value: Any) -> bool:
     return not any(value) if isinstance(value, list) else not value
+
+
+def printable(text: str) -> str:
+    """The text with line ends and characters that a terminal would obey written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(value: Any) -> str:

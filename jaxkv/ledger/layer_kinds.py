@@ -15,8 +15,14 @@ FULL, SLIDING, CHUNKED, LINEAR = KINDS = tuple(
 Rule = Callable[[Keys, int], list[str]]
 
 # Keys that say which layers are of which kind: where they stand beside `layer_types`, they agree.
-_RULES = ("sliding_window_pattern", "full_attention_interval", "attn_type_list", "no_rope_layers")
-_ANSWERED = ("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size")
+_RULES = (
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "full_attention_interval",
+    "attn_type_list",
+    "no_rope_layers",
+)
+_SWITCHES = ("use_sliding_window", "max_window_layers", "sliding_window", "attention_chunk_size")
 
 
 def layer_kinds(keys: Keys, rule: Rule, count: int) -> list[str]:
@@ -30,12 +36,31 @@ def layer_kinds(keys: Keys, rule: Rule, count: int) -> list[str]:
         return rule(keys, count)
     if unknown := [kind for kind in listed if kind not in KINDS]:
         raise keys.error("layer_types", unknown[0], f"is none of {', '.join(KINDS)}")
-    given = [name for name in _RULES if keys.given(name)]
-    if given and listed != rule(keys, count):
-        raise LedgerError(f"{keys.where}: layer_types and {given[0]} contradict each other")
-    for name in (*_RULES, *_ANSWERED):
-        keys.get(name)
+    names = _RULES if rule is not llama4 else (*_RULES, "no_rope_layer_interval")
+    given = [name for name in names if keys.given(name)]
+    other = given[0] if given and listed != rule(keys, count) else _switched(keys, rule, listed)
+    if other is not None:
+        raise LedgerError(f"{keys.where}: layer_types and {other} contradict each other")
+    for name in filter(keys.given, (*_RULES, *_SWITCHES)):
+        keys.get(name)  # it agrees
     return listed
+
+
+def _switched(keys: Keys, rule: Rule, listed: Sequence[str]) -> str | None:
+    """The key that switches on what no layer of a list has, or off what one has."""
+    on = keys.flag("use_sliding_window", default=rule not in (qwen, smollm3))
+    window = keys.given("sliding_window") and keys.integer_or_zero("sliding_window") > 0
+    if SLIDING in listed and not on:
+        given = keys.given("use_sliding_window")
+        return "use_sliding_window" if given else "a missing use_sliding_window, which is false,"
+    if on and keys.given("use_sliding_window") and keys.given("max_window_layers"):
+        if listed != qwen(keys, len(listed)):
+            return "max_window_layers"
+    elif on and window and SLIDING not in listed:
+        return "sliding_window"
+    chunk = "attention_chunk_size"
+    chunked = keys.given(chunk) and keys.integer_or_zero(chunk) > 0
+    return chunk if chunked and CHUNKED not in listed else None
 
 
 def shared_sources(keys: Keys, kinds: Sequence[str]) -> dict[int, int]:
@@ -93,7 +118,7 @@ def qwen(keys: Keys, count: int) -> list[str]:
 
 def smollm3(keys: Keys, count: int) -> list[str]:
     """As Qwen's; every fourth layer is without RoPE, and sees all the same."""
-    keys.get("no_rope_layers")
+    _has_rope(keys, count)
     return qwen(keys, count)
 
 
@@ -125,12 +150,24 @@ def every_fourth_full(keys: Keys, count: int) -> list[str]:
 
 
 def llama4(keys: Keys, count: int) -> list[str]:
-    """Chunks for the layers that have RoPE: 1 in `no_rope_layers`."""
-    has_rope = keys.integers("no_rope_layers", count) or [
-        int((i + 1) % 4 != 0) for i in range(count)
-    ]
+    """Chunks for the layers that have RoPE: 1 in `no_rope_layers`, or all but each n-th one."""
+    n = keys.integer("no_rope_layer_interval") if keys.given("no_rope_layer_interval") else 4
+    every = [int((i + 1) % n != 0) for i in range(count)]
+    listed = _has_rope(keys, count)
+    if listed is not None and keys.given("no_rope_layer_interval") and listed != every:
+        raise LedgerError(
+            f"{keys.where}: no_rope_layers and no_rope_layer_interval = {n} contradict each other"
+        )
     chunked = keys.integer_or_zero("attention_chunk_size") > 0
-    return [CHUNKED if chunked and rope else FULL for rope in has_rope]
+    return [CHUNKED if chunked and rope else FULL for rope in listed or every]
+
+
+def _has_rope(keys: Keys, count: int) -> list[int] | None:
+    """`no_rope_layers`, which has 1 for a layer with RoPE; None where it is missing or empty."""
+    listed = keys.integers("no_rope_layers", count)
+    if listed is not None and set(listed) - {0, 1}:
+        raise keys.error("no_rope_layers", listed, "has a value that is neither 0 nor 1")
+    return listed
 
 
 def minimax(keys: Keys, count: int) -> list[str]:

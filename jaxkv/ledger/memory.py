@@ -4,7 +4,8 @@
                           exact tokens included, and the constant states; what lies behind a window
                           is gone, a chunk counts as a full one
     a token               what its K and V take in every layer, a page's parameters shared evenly
-    a device's share      KV heads are split where they divide, or repeated; a latent is on each
+    a device's share      query heads are split evenly, KV heads where they divide, or else they
+                          are repeated; a latent is on each
 
 It equals the `nbytes` of the arrays that `jaxkv.cache` makes (`tests/ledger/test_memory.py`).
 Not counted: page tables (4 bytes a page), activations, what a framework takes for itself.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from jaxkv.ledger.errors import LedgerError
+from jaxkv.ledger.errors import LedgerError, check_least
 from jaxkv.ledger.formats import BF16, Format, choose_formats, get_format, preferred_page_size
 from jaxkv.ledger.shapes import Heads, Latent, Layer, Mlp, Model, Shared, Span, State
 from jaxkv.ledger.units import MOST_TOKENS
@@ -125,6 +126,11 @@ class CacheLedger:
             raise LedgerError(f"page size {size}: must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
         if not 1 <= devices <= 1 << 20:
             raise LedgerError(f"{devices} devices: must be 1 to {1 << 20}")
+        for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
+            if isinstance(mixer, Heads | Latent) and mixer.query_heads % devices:
+                raise LedgerError(
+                    f"{mixer.query_heads} query heads do not split over {devices} devices"
+                )
         ledger = cls(model=model, formats=formats, page_size=size, devices=devices)
         _ = ledger.pages, ledger.state_bytes  # what does not fit is refused here
         return ledger
@@ -200,7 +206,12 @@ class CacheLedger:
         )
 
     def sequence_bytes(self, num_tokens: int) -> int:
-        """Bytes of a sequence of so many tokens, when its next token is awaited."""
+        """Bytes of a sequence of so many tokens, when its next token is awaited.
+
+        Raises:
+          LedgerError: they are less than none.
+        """
+        check_least(0, num_tokens=num_tokens)
         return self.state_bytes + sum(
             count * one.kept(num_tokens, self.page_size) * one.bytes_per_page
             for one, count in self._distinct
@@ -208,7 +219,12 @@ class CacheLedger:
 
     def most_bytes(self, num_tokens: int) -> int:
         """The most that a sequence holds while it grows to so many tokens: a window's first page
-        goes when all its tokens are behind, so that a longer sequence may hold a page less."""
+        goes when all its tokens are behind, so that a longer sequence may hold a page less.
+
+        Raises:
+          LedgerError: there is no token.
+        """
+        check_least(1, num_tokens=num_tokens)
         lengths = range(max(1, num_tokens - self.page_size + 1), num_tokens + 1)
         slides = any(one.span.window is not None for one in self.pages)
         return max(map(self.sequence_bytes, lengths if slides else lengths[-1:]))
@@ -219,30 +235,48 @@ class CacheLedger:
         Args:
           num_pages: N of each layer group: layers that keep the same tokens, in order of first
             appearance, and the exact pages of those behind them.
+
+        Raises:
+          LedgerError: there are more groups, or fewer.
         """
         groups: dict[tuple[Span, int, bool], int] = {}
         for one in self.pages:
             key = one.span, one.sink_pages, one.exact
             groups[key] = groups.get(key, 0) + one.bytes_per_page
+        if len(num_pages) != len(groups):
+            raise LedgerError(f"{len(num_pages)} numbers of pages: there are {len(groups)} groups")
         sizes = zip(num_pages, groups.values(), strict=True)
         return self.constant_bytes + sum(n * size for n, size in sizes)
 
     def largest_context(self, num_bytes: int, batch: int = 1) -> int | None:
         """Tokens of the longest of `batch` equal sequences that fit: 0 where not even a page does,
-        None where all do, up to 2^40 tokens, since what is kept stops growing."""
+        None where all do, up to 2^40 tokens, since what is kept stops growing.
+
+        Raises:
+          LedgerError: there is no sequence.
+        """
+        check_least(1, batch=batch)
         share = (num_bytes - self.constant_bytes) // batch
         found = bisect_right(range(1, MOST_TOKENS + 1), share, key=self.most_bytes)
         return None if found == MOST_TOKENS else found
 
     def largest_batch(self, num_bytes: int, num_tokens: int) -> int:
-        """How many sequences of so many tokens fit."""
+        """How many sequences of so many tokens fit.
+
+        Raises:
+          LedgerError: there is no token.
+        """
         return max(0, num_bytes - self.constant_bytes) // max(1, self.most_bytes(num_tokens))
 
     def crossing_context(self, num_bytes: int, batch: int = 1) -> int | None:
         """The first length at which `batch` sequences take at least so many bytes, as the weights.
 
         None where they never do, which is at 2^40 tokens.
+
+        Raises:
+          LedgerError: there is no sequence.
         """
+        check_least(1, batch=batch)
         lengths, grown = range(1, MOST_TOKENS + 1), num_bytes - self.constant_bytes
         found = bisect_left(lengths, grown, key=lambda n: batch * self.most_bytes(n))
         return None if found == len(lengths) else lengths[found]
@@ -277,8 +311,9 @@ def weight_bytes(model: Model, weights: str = "bf16", devices: int = 1) -> int:
       devices: of a tensor-parallel split.
 
     Raises:
-      LedgerError: they are not stored so.
+      LedgerError: they are not stored so, or there is no device.
     """
+    check_least(1, devices=devices)
     return _bytes_of(-(-model.parameters // devices), weights)
 
 
@@ -287,7 +322,11 @@ def step_weight_bytes(model: Model, weights: str = "bf16", *, batch: int = 1) ->
 
     Of routed experts those that any of `batch` tokens chose, at random and evenly: of n experts and
     k a token, n (1 - (1 - k / n)^batch) are expected.
+
+    Raises:
+      LedgerError: they are not stored so, or there is no sequence.
     """
+    check_least(1, batch=batch)
     read = float(model.head_weights + model.vectors)
     for one in model.layers:
         mlp = one.mlp
@@ -309,7 +348,12 @@ def step_seconds(
       num_tokens: of each sequence.
       batch: sequences.
       weights: how they are stored.
+
+    Raises:
+      LedgerError: a number is none.
     """
+    if not bandwidth > 0:
+        raise LedgerError(f"bandwidth = {bandwidth} must be above 0")
     read = step_weight_bytes(ledger.model, weights, batch=batch) / ledger.devices
     return (read + batch * ledger.sequence_bytes(num_tokens)) / bandwidth
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.families import Family
 from jaxkv.ledger.keys import Keys
-from jaxkv.ledger.layer_kinds import CHUNKED, LINEAR, SLIDING, layer_kinds, shared_sources
+from jaxkv.ledger.layer_kinds import CHUNKED, FULL, LINEAR, SLIDING, layer_kinds, shared_sources
 from jaxkv.ledger.shapes import ALL, Heads, Latent, Layer, Mixer, Shared, Span, State
 
 
@@ -43,6 +43,10 @@ def read_layers(keys: Keys, family: Family, width: int, count: int) -> tuple[Lay
 
 def _mixer(keys: Keys, family: Family, width: int, kind: str) -> Sized:
     if family.latent:
+        if kind != FULL:
+            names = filter(keys.given, ("layer_types", "sliding_window", "attention_chunk_size"))
+            name = next(names, "kv_lora_rank")
+            raise LedgerError(f"{keys.where}: {name} asks for {kind}, which latents do not have")
         return _latent(keys, width)
     span = ALL
     if kind == SLIDING:
@@ -94,17 +98,17 @@ def _kv_heads(keys: Keys, H: int) -> int:
 def _latent(keys: Keys, width: int) -> Sized:
     """Multi-head latent attention, as DeepSeek V2 has it."""
     H = keys.integer("num_attention_heads")
-    keys.get("num_key_value_heads")  # in the files, and without a meaning
+    keys.integer_or_none("num_key_value_heads")  # in the files, and without a meaning
     rank, rope = keys.integer("kv_lora_rank"), keys.integer("qk_rope_head_dim")
     nope, value = keys.integer("qk_nope_head_dim"), keys.integer("v_head_dim")
     head_dim = keys.integer_or_none("head_dim", "qk_head_dim")
     if head_dim not in (None, rope, nope + rope):
         raise keys.error("head_dim", head_dim, f"is neither {rope} nor {nope + rope}")
-    q_rank = keys.integer_or_none("q_lora_rank")
+    q_rank = keys.integer_or_zero("q_lora_rank", missing="q is taken as projected at once")
     bias = keys.flag("attention_bias")
     weights = width * (rank + rope) + rank * H * (nope + value) + H * value * width
     vectors = rank + (rank + rope + width) * bias
-    if q_rank is None:
+    if not q_rank:
         weights += width * H * (nope + rope)
     else:
         weights += width * q_rank + q_rank * H * (nope + rope)

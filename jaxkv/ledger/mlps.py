@@ -73,7 +73,7 @@ def qwen_moe(keys: Keys, width: int, count: int) -> list[Mlp]:
     always = _gated(width, shared) + width if shared else 0  # with a gate of its own
     sparse = _routed(keys, width, inner=keys.integer("moe_intermediate_size"), always=always)
     step = keys.integer_or_zero("decoder_sparse_step") or 1
-    only = set(keys.integers("mlp_only_layers") or ())
+    only = keys.layers("mlp_only_layers", count)
     has_experts = [i not in only and (i + 1) % step == 0 for i in range(count)]
     keys.get("intermediate_size")  # in the files of those that have no dense layer, too
     if all(has_experts):
@@ -85,10 +85,12 @@ def qwen_moe(keys: Keys, width: int, count: int) -> list[Mlp]:
 def deepseek(keys: Keys, width: int, count: int) -> list[Mlp]:
     """DeepSeek's: the first layers are dense, shared experts stand beside the routed ones."""
     dense = Mlp(weights=_gated(width, keys.integer("intermediate_size")))
-    first = keys.integer_or_zero("first_k_dense_replace")
+    first = keys.integer_or_zero("first_k_dense_replace", missing="no layer is taken as dense")
+    if first > count:
+        raise keys.error("first_k_dense_replace", first, f"is more than there are layers, {count}")
     step = keys.integer_or_zero("moe_layer_freq") or 1
     inner = keys.integer("moe_intermediate_size")
-    shared = keys.integer_or_zero("n_shared_experts")
+    shared = keys.integer_or_zero("n_shared_experts", missing="taken as none")
     # V3's router has a correction for each expert.
     corrected = keys.get("topk_method") == "noaux_tc"
     vectors = keys.integer("n_routed_experts") if corrected else 0
@@ -105,8 +107,8 @@ def llama4(keys: Keys, width: int, count: int) -> list[Mlp]:
     dense = Mlp(weights=_gated(width, keys.integer("intermediate_size_mlp")))
     sparse = _routed(keys, width, inner=inner, always=_gated(width, inner))
     step = keys.integer("interleave_moe_layer_step")
-    listed = keys.integers("moe_layers")
-    which = set(listed) if listed else {i for i in range(count) if (i + 1) % step == 0}
+    every = {i for i in range(count) if (i + 1) % step == 0}
+    which = keys.layers("moe_layers", count) or every
     return [sparse if i in which else dense for i in range(count)]
 
 

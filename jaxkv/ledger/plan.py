@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxkv.ledger.errors import LedgerError
+from jaxkv.ledger.errors import LedgerError, check_least
+from jaxkv.ledger.formats import choose_formats
 from jaxkv.ledger.memory import CacheLedger, weight_bytes
 from jaxkv.ledger.quality import Quality, measured
 from jaxkv.ledger.shapes import Heads, Model
@@ -95,8 +96,12 @@ def make_plan(
       devices: of a tensor-parallel split.
 
     Raises:
-      LedgerError: a number or name is none, or no combination fits the model.
+      LedgerError: a number or name is none, or no combination fits the model. Formats that there
+        are, and that it cannot have, are notes.
     """
+    check_least(1, context=context, batch=batch, devices=devices)
+    for choice in formats:
+        choose_formats(choice, [layer.slides for layer in model.layers])
     options, notes, tried, least = [], [], 0, None
     heads: list[int | None] = [None, *(K for K in kv_heads if K not in own_kv_heads(model))]
     for K, window in itertools.product(heads, [None, *windows]):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from jaxkv.ledger.errors import LedgerError
+from jaxkv.ledger.errors import LedgerError, check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +305,12 @@ class Model:
         return replace(self, layers=tuple(layers))
 
     def with_window(self, window: int) -> "Model":
-        """The model with a sliding window on each layer that sees more."""
+        """The model with a sliding window on each layer that sees more.
+
+        Raises:
+          LedgerError: it is of no token.
+        """
+        check_least(1, window=window)
 
         def narrowed(one: Layer) -> Layer:
             mixer = one.mixer

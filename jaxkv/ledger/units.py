@@ -25,8 +25,8 @@ _RATE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,9})?)([kMGTP]?)")
 _LOWER = {unit.lower(): unit for unit in UNITS}
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of `80GB`, `79.6GiB` or `1000000`; case does not matter.
+def parse_bytes(text: str, least: int = 1) -> int:
+    """Bytes of `80GB`, `79.6GiB` or `1000000`, at least so many; case does not matter.
 
     Raises:
       LedgerError: it is no size, or does not say whether its unit is decimal or binary.
@@ -40,8 +40,8 @@ def parse_bytes(text: str) -> int:
     if unit and unit.lower() not in _LOWER:
         raise LedgerError(f"{text!r}: no unit {unit!r}; there are {', '.join(UNITS)}")
     num_bytes = int(Fraction(number) * UNITS[_LOWER[unit.lower()] if unit else "B"])
-    if not 1 <= num_bytes <= MOST_BYTES:
-        raise LedgerError(f"{text!r} must be at least one byte and at most {MOST_BYTES >> 60} EiB")
+    if not least <= num_bytes <= MOST_BYTES:
+        raise LedgerError(f"{text!r} must be at least {least} byte, at most {MOST_BYTES >> 60} EiB")
     return num_bytes
 
 

@@ -1,5 +1,9 @@
-"""The one exception a user of the simulators meets."""
+"""The exceptions a user of the simulators meets."""
 
 
 class ReplayError(ValueError):
     """A trace or a setting that cannot be replayed; the message is one line."""
+
+
+class NothingFits(ReplayError):
+    """No request of all can be served by an allocator; another one may serve them."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxkv.replay.errors import ReplayError
+from jaxkv.replay.errors import NothingFits, ReplayError
 from jaxkv.replay.stores import Slots, Store, make_store
 from jaxkv.replay.traces import TraceRequest
 
@@ -104,7 +104,8 @@ def measure_fragmentation(
       on_request: called when a request is served, or refused.
 
     Raises:
-      ReplayError: a number is out of range, or no request can be served.
+      ReplayError: a number is out of range.
+      NothingFits: no request can be served, or a page is larger than all slots.
     """
     longest = max((one.prompt + one.answer for one in requests), default=0)
     max_length = max_length or 1 << max(0, longest - 1).bit_length()
@@ -114,9 +115,10 @@ def measure_fragmentation(
     service = _Service(store, requests, step_seconds, on_request)
     service.run()
     if service.served == 0:
-        raise ReplayError(
-            f"{allocator}: none of {len(requests)} requests fits into {capacity} slots"
-        )
+        room = f"{capacity} slots"
+        if allocator == "max-length":
+            room = f"the longest length, {max_length}, of {room}"
+        raise NothingFits(f"{allocator}: none of {len(requests)} requests fits into {room}")
     steps = max(1, service.now - service.first)
     mean = {name: total / steps for name, total in service.totals.items()}
     return Fragmentation(

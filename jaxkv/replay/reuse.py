@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jaxkv.ledger import Model, prefill_macs
 from jaxkv.ledger.compute import generation_macs
+from jaxkv.ledger.shapes import State
 from jaxkv.prefix.node import TOKEN, pack
 from jaxkv.replay.caches import CACHES, PrefixCache, check_pages, make_cache
 from jaxkv.replay.errors import ReplayError
@@ -81,6 +82,20 @@ class Reuse:
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
+def check_reusable(model: Model) -> None:
+    """Raises ReplayError where a prefix of a model cannot be found by its pages.
+
+    A constant state is of one position alone: a hit in the middle of what it has seen would need a
+    copy of it from there, which no cache here keeps or counts.
+    """
+    count = sum(isinstance(one.mixer, State) for one in model.layers)
+    if count:
+        raise ReplayError(
+            f"{model.name}: {count} of {len(model.layers)} layers have a constant state, of which "
+            "prefix caches of pages keep no copies: its reuse is not counted"
+        )
+
+
 def pack_requests(
     requests: Iterable[tuple[list[int], list[int]]],
 ) -> Iterator[tuple[bytes, bytes]]:
@@ -146,8 +161,10 @@ def measure_reuse(
       on_request: called after each request.
 
     Raises:
-      ReplayError: see `turns`.
+      ReplayError: see `turns` and `check_reusable`.
     """
+    if model is not None:
+        check_reusable(model)
     count = refused = prompt = hit = evicted = most = held = total = saved = 0
     for turn in turns(requests, cache, capacity=capacity, page_size=page_size, eviction=eviction):
         count += 1

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from jaxkv.prefix import PagePool
 from jaxkv.replay.contiguous import Buddy, FirstFit, MaxLength, Reserving
-from jaxkv.replay.errors import ReplayError
+from jaxkv.replay.errors import NothingFits, ReplayError
 
 ALLOCATORS = ("max-length", "buddy", "oracle", "paged")
 MOST_PAGES = 1 << 26
@@ -126,9 +126,10 @@ def make_store(name: str, capacity: int, page_size: int, max_length: int) -> Sto
 
     Raises:
       ReplayError: there is no such allocator, or a number is out of range.
+      NothingFits: a page is larger than the whole store.
     """
     if not 1 <= page_size <= capacity or capacity // page_size > MOST_PAGES:
-        raise ReplayError(
+        raise (NothingFits if page_size > capacity else ReplayError)(
             f"{capacity} slots in pages of {page_size}: must be 1 to {MOST_PAGES} pages"
         )
     if name == "paged":

@@ -5,8 +5,9 @@ A line is a JSON object, as Mooncake published theirs (arXiv 2407.00079):
     {"timestamp": 1500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, .., 13]}
 
 `timestamp` is in milliseconds; `hash_ids` has a number for each 512 tokens of the prompt, equal
-where the prompts are equal up to there, and may be missing. What a user said is not in a trace, so
-`Expanded` makes tokens up that are shared as the numbers are; answers are shared with nobody.
+where the prompts are equal up to there. Either may be missing where it is not needed. What a user
+said is not in a trace, so `Expanded` makes tokens up that are shared as the numbers are; answers
+are shared with nobody.
 """
 
 import json
@@ -40,11 +41,17 @@ class TraceRequest(NamedTuple):
     blocks: tuple[int, ...] = ()
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
+def read_trace(path: Path, *, needs: str | None = None) -> list[TraceRequest]:
     """Reads a trace, in order of arrival.
 
+    Args:
+      path: of the file.
+      needs: `timestamp` or `hash_ids`, which may be missing otherwise: all come at once then, or
+        share nothing.
+
     Raises:
-      ReplayError: it has no request, or a line is none; the line is named.
+      ReplayError: it has no request, or a line is none, or is without what is needed; the line is
+        named.
       OSError: it cannot be read.
     """
     requests = []
@@ -52,7 +59,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    requests.append(_request(json.loads(line)))
+                    requests.append(_request(json.loads(line), needs))
                 except (ValueError, RecursionError) as error:
                     reason = str(error).partition("\n")[0]
                     raise ReplayError(f"{path}: line {number}: {reason}") from None
@@ -100,7 +107,7 @@ class Expanded:
             yield tokens[: request.prompt].tobytes(), tokens[request.prompt :].tobytes()
 
 
-def _request(raw: Any) -> TraceRequest:
+def _request(raw: Any, needs: str | None) -> TraceRequest:
     """A request of a parsed line.
 
     Raises:
@@ -108,6 +115,8 @@ def _request(raw: Any) -> TraceRequest:
     """
     if not isinstance(raw, dict):
         raise ReplayError("is no JSON object")
+    if needs is not None and raw.get(needs) in (None, []):
+        raise ReplayError(f"has no {needs}")
     blocks = raw.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(x) is int and x >= 0 for x in blocks):
         raise ReplayError("hash_ids must be a list of whole numbers")

@@ -290,6 +290,187 @@ def test_what_is_missing_contradictory_or_unknown_is_refused_by_name(keys, messa
         read(**keys)
 
 
+SLIDING, FULL, CHUNKED = (
+    ["sliding_attention"] * 4,
+    ["full_attention"] * 4,
+    ["chunked_attention"] * 4,
+)
+OFF = {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}
+ON = OFF | {"use_sliding_window": True}
+LLAMA4 = {
+    "model_type": "llama4_text", "intermediate_size_mlp": 64, "num_local_experts": 2,
+    "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys, other",
+    [
+        ({"model_type": "qwen3", "layer_types": SLIDING, **OFF}, "use_sliding_window"),
+        (
+            {"model_type": "qwen3", "layer_types": SLIDING, "sliding_window": 8},
+            "a missing use_sliding_window, which is false,",
+        ),
+        ({"model_type": "qwen2", "layer_types": FULL, **ON}, "max_window_layers"),
+        ({"layer_types": SLIDING, **ON, "max_window_layers": 2}, "max_window_layers"),
+        (
+            {
+                "model_type": "mistral",
+                "layer_types": SLIDING,
+                "sliding_window": 8,
+                "use_sliding_window": False,
+            },
+            "use_sliding_window",
+        ),
+        ({"model_type": "mistral", "layer_types": FULL, "sliding_window": 8}, "sliding_window"),
+        ({**LLAMA4, "layer_types": FULL, "attention_chunk_size": 8}, "attention_chunk_size"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": 8,
+                "_sliding_window_pattern": 2,
+                "layer_types": SLIDING,
+            },
+            "_sliding_window_pattern",
+        ),
+        ({**LLAMA4, "layer_types": CHUNKED, "no_rope_layer_interval": 2}, "no_rope_layer_interval"),
+    ],
+)
+def test_a_list_of_kinds_agrees_with_every_key_that_speaks_of_them(keys, other):
+    with pytest.raises(LedgerError, match=f"layer_types and {other} contradict each other"):
+        read(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({"model_type": "qwen3", "layer_types": FULL, **OFF}, [None] * 4),
+        ({"model_type": "qwen3", "layer_types": SLIDING, **ON}, [8] * 4),
+        ({"model_type": "qwen3", "layer_types": FULL, **ON, "max_window_layers": 4}, [None] * 4),
+        (
+            {"model_type": "ministral", "layer_types": FULL[:2] + SLIDING[:2], "sliding_window": 8},
+            [None, None, 8, 8],
+        ),
+        ({"model_type": "mistral", "layer_types": FULL}, [None] * 4),
+        ({"_sliding_window_pattern": 2, "sliding_window": 8, "model_type": "odd"}, [8, None] * 2),
+        ({**LLAMA4, "layer_types": CHUNKED, "attention_chunk_size": 8}, [8] * 4),
+    ],
+)
+def test_a_list_of_kinds_beside_keys_that_agree_is_taken(keys, expected):
+    model = read(**keys)
+    assert limits(model) == expected
+    assert not [note for note in model.notes if "window" in note]
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({}, [8_192] * 3 + [None]),
+        ({"attention_chunk_size": 16}, [16] * 3 + [None]),
+        ({"no_rope_layer_interval": 2}, [8_192, None] * 2),
+        ({"no_rope_layers": [0, 1, 1, 0]}, [None, 8_192, 8_192, None]),
+        ({"no_rope_layers": [1, 0] * 2, "no_rope_layer_interval": 2}, [8_192, None] * 2),
+    ],
+)
+def test_layers_of_llama_4_with_rope_see_chunks_of_the_familys_size(keys, expected):
+    model = read(**LLAMA4, **keys)
+    assert limits(model) == expected
+    note = "attention_chunk_size is missing: taken as 8,192, the family's own"
+    assert (note in model.notes) == ("attention_chunk_size" not in keys)
+
+
+def test_a_chunk_size_of_null_is_none():
+    raw = config(**LLAMA4, attention_chunk_size=None)
+    assert limits(model_from_config(raw, name="small")) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"no_rope_layers": [0, 1, 2, 1]}, "no_rope_layers = .* neither 0 nor 1"),
+        ({"no_rope_layers": [0, 1, 1, 1], "no_rope_layer_interval": 4}, "interval = 4 contradict"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 must be a whole number above"),
+    ],
+)
+def test_which_layers_have_rope_is_said_once_and_for_all(keys, message):
+    with pytest.raises(LedgerError, match=message):
+        read(**LLAMA4, **keys)
+
+
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SAID = {"q_lora_rank": 8, "first_k_dense_replace": 1, "n_shared_experts": 1}
+DEEPSEEK = {"model_type": "deepseek_v3", **MLA, **ROUTED, **SAID}
+QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    "model_type, notes",
+    [
+        (
+            "deepseek_v3",
+            {
+                "q_lora_rank": "taken as 1,536, the family's own",
+                "first_k_dense_replace": "taken as 3, the family's own",
+                "n_shared_experts": "taken as 1, the family's own",
+            },
+        ),
+        ("deepseek_v2", {"q_lora_rank": "taken as 1,536, the family's own"}),
+        ("kimi_k2", {"q_lora_rank": "q is taken as projected at once"}),
+        ("kimi_k2", {"first_k_dense_replace": "no layer is taken as dense"}),
+        ("odd", {"n_shared_experts": "taken as none"}),
+    ],
+)
+def test_a_key_of_experts_or_latents_that_is_missing_has_a_note(model_type, notes):
+    keys = {"model_type": model_type, **MLA, **ROUTED}
+    assert not [
+        note for note in read(**keys, **SAID).notes if "is missing" in note and "_r" in note
+    ]
+    model = read(**keys, **{k: v for k, v in SAID.items() if k not in notes})
+    for name, words in notes.items():
+        assert f"{name} is missing: {words}" in model.notes
+
+
+@pytest.mark.parametrize("model_type, size", [("qwen2_moe", "5,632"), ("qwen3_next", "512")])
+def test_a_shared_expert_is_the_familys_own_where_no_key_says(model_type, size):
+    model = read(model_type=model_type, **QWEN_MOE, layer_types=FULL)
+    note = f"shared_expert_intermediate_size is missing: taken as {size}, the family's own"
+    assert note in model.notes
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({**DEEPSEEK, "first_k_dense_replace": 5}, "replace = 5 is more than there are layers, 4"),
+        (
+            {**DEEPSEEK, "num_key_value_heads": "x"},
+            "num_key_value_heads = x must be a whole number",
+        ),
+        (
+            {**DEEPSEEK, "layer_types": SLIDING, "sliding_window": 8},
+            "layer_types asks for sliding_att",
+        ),
+        (
+            {**DEEPSEEK, "sliding_window": 8, "model_type": "odd"},
+            "sliding_window asks for sliding_att",
+        ),
+        ({**DEEPSEEK, "sliding_window": 8}, "sliding_window = 8 is not known here"),
+        (
+            {**DEEPSEEK, "layer_types": ["linear_attention"] * 4},
+            "layer_types asks for linear_attent",
+        ),
+        (
+            {**QWEN_MOE, "model_type": "qwen3_moe", "mlp_only_layers": [4]},
+            "= 4 is none of 4 layers",
+        ),
+        ({**LLAMA4, "moe_layers": [1, 9]}, "moe_layers = 9 is none of 4 layers, 0 to 3"),
+    ],
+)
+def test_experts_and_latents_of_layers_that_there_are_not_are_refused(keys, message):
+    with pytest.raises(LedgerError, match=message):
+        read(**keys)
+
+
 def test_what_is_estimated_has_a_note():
     model = read(num_key_value_heads=None, a_novelty=3, z_loss=0.0)
     assert model.kind == "MHA 8"

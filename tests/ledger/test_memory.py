@@ -1,6 +1,7 @@
 """The ledger's bytes against arrays that were allocated, and against the cache's own books."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import jax
@@ -13,13 +14,19 @@ from jaxkv.ledger import (
     CacheLedger,
     LedgerError,
     Model,
+    arithmetic_intensity,
+    decode_macs,
+    generation_macs,
     model_from_config,
+    prefill_macs,
     preset,
+    simulate,
     step_seconds,
     weight_bytes,
 )
 from jaxkv.ledger import formats as ledger_formats
 from jaxkv.ledger.memory import step_weight_bytes
+from jaxkv.ledger.plan import make_plan
 from jaxkv.ledger.shapes import Heads
 from models.checkpoints.gguf_config import config_from_gguf
 from models.checkpoints.gguf_file import open_gguf
@@ -173,6 +180,38 @@ def test_chunks_and_windows_bound_what_a_layer_keeps():
     assert one_in_four.sequence_bytes(131_072) == (12 * 131_072 + 36 * 8_192) * 2 * 8 * 128 * 2
 
 
+LLAMA = preset("smollm2-135m")
+LEDGER = CacheLedger.of(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "count, message",
+    [
+        (lambda: LEDGER.sequence_bytes(-1), "num_tokens = -1 must be at least 0"),
+        (lambda: LEDGER.most_bytes(0), "num_tokens = 0 must be at least 1"),
+        (lambda: LEDGER.largest_context(1 << 30, batch=0), "batch = 0 must be at least 1"),
+        (lambda: LEDGER.largest_batch(1 << 30, 0), "num_tokens = 0 must be at least 1"),
+        (lambda: LEDGER.crossing_context(1 << 30, -1), "batch = -1 must be at least 1"),
+        (lambda: LEDGER.pool_bytes([]), "0 numbers of pages: there are 1 groups"),
+        (lambda: weight_bytes(LLAMA, devices=0), "devices = 0 must be at least 1"),
+        (lambda: step_weight_bytes(LLAMA, batch=0), "batch = 0 must be at least 1"),
+        (lambda: step_seconds(LEDGER, 0.0, num_tokens=1), "bandwidth = 0.0 must be above 0"),
+        (lambda: step_seconds(LEDGER, math.nan, num_tokens=1), "bandwidth = nan must be above 0"),
+        (lambda: arithmetic_intensity(LEDGER, num_tokens=1, batch=0), "batch = 0 must be at"),
+        (lambda: prefill_macs(LLAMA, 1, -1), "cached = -1 must be at least 0"),
+        (lambda: decode_macs(LLAMA, -1), "num_tokens = -1 must be at least 0"),
+        (lambda: generation_macs(LLAMA, 0, 1, cache=True), "prompt = 0 must be at least 1"),
+        (lambda: simulate(LLAMA, 1, 0, cache=False), "new = 0 must be at least 1"),
+        (lambda: LLAMA.with_window(0), "window = 0 must be at least 1"),
+        (lambda: make_plan(LLAMA, 1 << 30, context=0), "context = 0 must be at least 1"),
+        (lambda: make_plan(LLAMA, 1 << 30, context=1, batch=0), "batch = 0 must be at least 1"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_by_name(count, message):
+    with pytest.raises(LedgerError, match=f"^{message}"):
+        count()
+
+
 @pytest.mark.parametrize("devices, heads", [(1, 8), (2, 4), (8, 1), (16, 1)])
 def test_kv_heads_are_split_or_repeated(devices, heads):
     ledger = CacheLedger.of(preset("llama-3.1-8b"), devices=devices)
@@ -183,7 +222,11 @@ def test_kv_heads_are_split_or_repeated(devices, heads):
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("llama-3.1-8b", {"devices": 3}, "8 KV heads do not split over 3 devices"),
+        ("llama-3.1-8b", {"devices": 3}, "32 query heads do not split over 3 devices"),
+        ("llama-3.1-8b", {"devices": 64}, "32 query heads do not split over 64 devices"),
+        ("qwen2.5-7b", {"devices": 8}, "28 query heads do not split over 8 devices"),
+        ("deepseek-v2-lite", {"devices": 32}, "16 query heads do not split over 32 devices"),
+        ("llama-3.2-3b", {"devices": 12}, "8 KV heads do not split over 12 devices"),
         ("llama-3.1-8b", {"devices": 0}, "0 devices"),
         ("llama-3.1-8b", {"page_size": 0}, "page size 0"),
         ("llama-3.1-8b", {"page_size": 2_000}, "page size 2000"),

@@ -32,7 +32,7 @@ def test_bytes_are_read_in_the_unit_they_name(text, num_bytes):
         ("-80GB", "is no size"),
         ("", "is no size"),
         ("1e9", "is no size"),
-        ("0GB", "must be at least one byte"),
+        ("0GB", "must be at least 1 byte"),
         ("9" * 20 + "TB", "at most 1 EiB"),
         ("9" * 40, "is no size"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from jaxkv.engine.request import RequestError
 from models.errors import ModelError
 from scripts import console
-from scripts.__main__ import FOLDER, commands, listing
+from scripts.__main__ import FOLDER, commands, listing, main
 
 
 def run_scripts(*arguments: str, **options) -> subprocess.CompletedProcess:
@@ -53,6 +53,22 @@ def test_an_unknown_command_is_named_above_the_list():
     result = run_scripts("no-such")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "no command is named 'no-such': `python scripts` lists them\n"
+
+
+@pytest.mark.parametrize("words", [["simulate"], ["simulate", "--help"], ["simulate", "-h"]])
+def test_the_first_word_of_some_commands_lists_these(capsys, words):
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for command in ("simulate fragmentation", "simulate macs", "simulate reuse"):
+        assert f"  {command}" in out
+    assert "decode" not in out
+
+
+def test_an_unknown_second_word_is_named_with_those_that_there_are(capsys):
+    assert main(["simulate", "odd"]) == 2
+    line = "simulate has no 'odd': there are fragmentation, macs, reuse\n"
+    assert capsys.readouterr() == ("", line)
 
 
 @pytest.mark.parametrize(

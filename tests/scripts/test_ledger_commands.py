@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -12,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from jaxkv.ledger import preset
 from jaxkv.ledger.quality import STAND_IN, measured
 from scripts import (
     console,
@@ -126,6 +128,39 @@ def test_a_config_is_read_with_its_notes_in_sight(run, tmp_path):
     assert rows_of(out)[0]["model"] == tmp_path.name
 
 
+HOSTILE = "_[b]$x\n\x1b[31m$y"
+
+
+def test_names_with_control_characters_markup_and_formulas_are_shown_as_they_are(
+    run, tmp_path, monkeypatch
+):
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    path = folder / "config.json"
+    path.write_text(json.dumps(config()))
+    shown = r"_[b]$x\n\x1b[31m$y"
+    for arguments in ([], ["--plot", str(tmp_path / "a.svg")], ["--csv"]):
+        code, out, err = run(ledger, "--config", str(path), "--context", "1k", *arguments)
+        assert code == 0 and shown in out and "\x1b" not in out + err
+    texts = "".join(ET.parse(tmp_path / "a.svg").getroot().itertext())
+    assert f"{shown}, bf16" in texts and f"{shown}, weights in bf16" in texts
+    path.write_text(json.dumps(config(**{"kv\n\x1b[31m": 1})))
+    monkeypatch.chdir(folder)
+    for arguments in (
+        ["--config", str(path)],
+        ["--config", str(path) + "\n"],
+        ["--config", "."],
+        ["--plot", "a\n\x1b.pdf"],
+    ):
+        code, out, err = run(ledger, *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "\x1b" not in err
+    path.write_text(json.dumps(config()))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = run(ledger, "--config", str(path), "--context", "1k")
+    assert shown in out and "\x1b[31m" not in out  # but for what draws the table
+
+
 def test_models_lists_every_preset_with_its_source(run):
     _, out, _ = run(ledger, "--models", "--json")
     rows = rows_of(out)
@@ -168,6 +203,19 @@ def test_plan_says_how_much_is_missing_where_nothing_fits(run):
     assert "nothing fits: the smallest of" in err and "--memory is 3.73 GiB" in err
 
 
+def test_a_plan_beyond_the_context_that_a_model_was_made_for_says_so(run):
+    note = "note: llama-2-7b: was made for 4,096 tokens, and not for more"
+    arguments = ["--model", "llama-2-7b", "--memory", "80GB", "--context"]
+    assert note not in run(plan, *arguments, "4k")[1]
+    assert note in run(plan, *arguments, "8k")[1]
+
+
+@pytest.mark.parametrize("nothing", ["0", "0GB"])
+def test_a_plan_may_keep_nothing_free(run, nothing):
+    arguments = ["--memory", "80GB", "--page-sizes", "16", "--csv"]
+    assert run(plan, *arguments, "--reserve", nothing) == run(plan, *arguments)
+
+
 def test_a_plan_for_latents_says_which_formats_they_do_not_have(run):
     code, out, _ = run(plan, "--model", "deepseek-v2-lite", "--memory", "80GB")
     assert code == 0
@@ -205,6 +253,31 @@ def test_fragmentation_has_a_row_for_each_allocator_and_page_size(run, trace):
         assert named[:3] == [("max-length", None), ("buddy", None), ("oracle", None)]
         assert named[3:] == [("paged", 4), ("paged", 16)]
         assert rows[3]["waste"] < rows[4]["waste"] < rows[0]["waste"]
+
+
+@pytest.mark.parametrize("length", ["1", "1m"])
+def test_a_longest_length_that_nothing_fits_is_a_note_and_the_others_run(run, length):
+    arguments = ["--requests", "9", "--page-sizes", "16", "--max-length", length]
+    code, out, err = run(simulate_fragmentation, *arguments, "--json")
+    assert code == 0
+    assert [row["allocator"] for row in rows_of(out)] == ["buddy", "oracle", "paged"]
+    tokens = {"1": 1, "1m": 1 << 20}[length]
+    assert err == (
+        f"note: max-length: none of 9 requests fits into the longest length, {tokens}, "
+        "of 65536 slots\n"
+    )
+    code, out, err = run(simulate_fragmentation, *arguments, "--allocators", "max-length")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_pages_that_are_larger_than_the_memory_are_a_note_and_the_others_run(run, trace):
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 3}')
+    code, out, err = run(
+        simulate_fragmentation, "--trace", str(trace), "--capacity", "32", "--page-sizes", "16,64",
+        "--json",
+    )  # fmt: skip
+    assert (code, len(rows_of(out))) == (0, 4)
+    assert err.startswith("note: 32 slots in pages of 64: must be")
 
 
 def test_reuse_has_a_row_for_each_cache_and_order(run, trace):
@@ -267,6 +340,13 @@ def test_the_report_is_one_page_with_tables_and_figures_and_needs_nothing_else(
     assert text.count("<svg") == 4
     assert not re.search(r"(src|href)=\"(?!#)", text.replace('xlink:href="#', ""))
     assert "<script" not in text
+    assert "Under pressure it may find less" in text
+
+
+def test_the_report_of_a_model_with_constant_states_says_why_it_has_no_table_of_reuse():
+    (head, text) = report.prefixes(preset("qwen3-next-80b-a3b-instruct"))
+    assert head.startswith("<h2>4.")
+    assert "36 of 48 layers have a constant state" in text and "<table" not in text
 
 
 def test_without_matplotlib_one_line_says_how_to_install_it(run, tmp_path, monkeypatch):
@@ -297,14 +377,17 @@ MISTAKES = [
     (ledger, ["--memory", "80G"], "'80G' may be GB or GiB: say which"),
     (ledger, ["--bandwidth", "fast"], "'fast' is no size"),
     (ledger, ["--weights", "int3"], "invalid choice"),
-    (ledger, ["--tensor-parallel", "3"], "32 KV heads do not split over 3 devices"),
+    (ledger, ["--tensor-parallel", "3"], "32 query heads do not split over 3 devices"),
     (ledger, ["--config", "no/such.json"], "no/such.json: No such file"),
     (ledger, ["--plot", "a.pdf"], "must end with .png or .svg"),
     (ledger, ["--plot", "no/such/a.svg"], "no such folder"),
     (ledger, ["--csv", "--json"], "not allowed with"),
+    (ledger, ["--models", "--plot", "x.svg"], "--plot is of what is counted, not of the list"),
     (plan, [], "required: --memory"),
     (plan, ["--memory", "1GB", "--reserve", "2GB"], "--reserve leaves nothing of --memory"),
     (plan, ["--memory", "1GB", "--page-sizes", "2000"], "--page-sizes 2000: must be 1 to 1024"),
+    (plan, ["--memory", "80GB", "--formats", "bf16,int3"], "no KV format 'int3'"),
+    (plan, ["--memory", "80GB", "--formats", "bf16,99=int8"], "no layer 99: the model has 32"),
     (plan, ["--memory", "1GB", "--heads", "3"], "3 KV heads do not divide 32 heads"),
     (plan, ["--memory", "1GB", "--model", "gpt2,phi-2"], "give one model"),
     (simulate_macs, ["--tokens", "1024m"], "at most 1073741824 together"),
@@ -316,7 +399,7 @@ MISTAKES = [
     (simulate_fragmentation, ["--rate", "nan"], "nan requests a second"),
     (simulate_fragmentation, ["--step", "-1"], "-1.0 seconds a step"),
     (simulate_fragmentation, ["--seed", "-1"], "--seed must be at least 0"),
-    (simulate_fragmentation, ["--capacity", "16", "--requests", "9"], "fits into 16 slots"),
+    (simulate_fragmentation, ["--capacity", "16", "--requests", "9"], ", of 16 slots"),
     (simulate_fragmentation, ["--trace", "no/such.jsonl"], "no/such.jsonl: No such file"),
     (simulate_reuse, ["--workload", "W4"], "--workload W4 needs --trace"),
     (simulate_reuse, ["--workload", "W1", "--trace", "x"], "has no use for --trace"),
@@ -325,6 +408,7 @@ MISTAKES = [
     (simulate_reuse, ["--workload", "talk", "--caches", "hash,page"], "a table of turns is of one"),
     (simulate_reuse, ["--requests", "9", "--capacity", "1024m", "--page-size", "1"], "67108864"),
     (simulate_reuse, ["--flops", "0"], "'0' is no rate"),
+    (simulate_reuse, ["--model", "minimax-text-01"], "70 of 80 layers have a constant state"),
     (simulate_reuse, ["--requests", "5", "--capacity", "8"], "a cache of 8 tokens in pages of 16"),
     (report, ["--out", "report.txt"], "must end with .html or .htm"),
     (report, ["--out", "no/such/report.html"], "no such folder"),
@@ -349,14 +433,32 @@ def test_a_damaged_trace_is_named_with_its_line(run, tmp_path, content):
         assert err.startswith(f"{path}: ")
 
 
-def test_a_trace_without_blocks_shares_nothing_and_is_none_for_w4(run, tmp_path):
+@pytest.mark.parametrize(
+    "command, options, missing",
+    [
+        (simulate_reuse, [], "hash_ids"),
+        (simulate_reuse, ["--workload", "W4"], "hash_ids"),
+        (simulate_fragmentation, [], "timestamp"),
+        (report, ["--out", "report.html"], "timestamp"),
+    ],
+)
+def test_a_trace_without_what_is_replayed_of_it_is_refused(
+    run, trace, monkeypatch, command, options, missing
+):
+    monkeypatch.chdir(trace.parent)
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    del lines[2][missing]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    code, out, err = run(command, *options, "--trace", str(trace))
+    assert (code, out, err) == (2, "", f"{trace}: line 3: has no {missing}\n")
+
+
+def test_a_trace_whose_prompts_are_too_long_for_w4_is_refused(run, tmp_path):
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"input_length": 40, "output_length": 3}\n' * 4)
-    code, out, _ = run(simulate_reuse, "--trace", str(path), "--caches", "token", "--json")
-    assert (code, rows_of(out)[0]["hit_tokens"]) == (0, 0)
+    line = {"input_length": 512_000, "output_length": 3, "hash_ids": list(range(1_000))}
+    path.write_text(json.dumps(line))
     code, out, err = run(simulate_reuse, "--workload", "W4", "--trace", str(path))
-    assert (code, out) == (2, "")
-    assert err == f"{path}: has no request with hash_ids that fits\n"
+    assert (code, out, err) == (2, "", f"{path}: has no request that fits\n")
 
 
 def test_the_ruler_runs_without_jax(tmp_path):
@@ -371,6 +473,20 @@ def test_the_ruler_runs_without_jax(tmp_path):
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_output_ends_nothing(tmp_path, closed):
+    program = (
+        "from scripts import console, simulate_fragmentation\n"
+        "code = console.run(simulate_fragmentation.main, ['--requests', '9'])\n"
+        f"open({str(tmp_path / 'code')!r}, 'w').write(str(code))"
+    )
+    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
+    result = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "code").read_text() == "0"
+    assert result.stdout.startswith("| allocator") == (">&-" not in closed.split())
 
 
 def test_help_teaches(tmp_path):
