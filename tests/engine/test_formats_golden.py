@@ -34,7 +34,7 @@ DISTURBANCES: dict[str, Disturb | None] = {
     "preempted at 3": preempt_at(3),
     "preempted at 9": preempt_at(9),
 }
-FAST = ("int8", "int8_static", "int4", "kivi2_r20_s2", "kivi4_s1,window=int4")
+FAST = ("int8", "int4", "kivi2_r20_s2", "kivi4_s1,window=int4")
 CASES = [  # each further format and configuration compiles its own step
     pytest.param(
         kv_format,
