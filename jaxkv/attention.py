@@ -19,6 +19,7 @@ from pallas_kernels import KeyPart, merge_partials
 from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.attention.ragged import Ragged, owner
 from pallas_kernels.codes import finite
+from pallas_kernels.gpus import not_hopper
 from pallas_kernels.pages import Layout
 
 BACKEND_NAMES = tuple(sorted(BACKENDS))
@@ -36,8 +37,9 @@ def preferred_layout() -> Layout:
 def stored_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     """Layers with the D that their pages should have on this platform: more than the model's where
     rows would not fill a TPU's registers, since XLA then converts all of the pool at each step, or
-    products of a GPU, whose kernel then does not take them."""
-    if jax.default_backend() == "cpu":
+    the products of a GPU that has a kernel, which then does not take them."""
+    platform = jax.default_backend()
+    if platform == "cpu" or (platform == "gpu" and not_hopper()):
         return layers
     return tuple(
         dataclasses.replace(layer, head_dim=-(-layer.head_dim // ROW) * ROW) for layer in layers

@@ -211,3 +211,12 @@ class ChannelPages:
 
 TokenPages = Pages | SymmetricPages | AffinePages  # written a token at a time
 AnyPages = TokenPages | ChannelPages
+
+
+def times_fixed_scales(x: jax.Array, pages: AnyPages, kv_index: int) -> jax.Array:
+    """`x [T, H, D]` times the fixed scale of K (`kv_index` 0) or V (1) of each head's KV head, as
+    products of codes want q and their output; `x` itself where pages have no fixed scales."""
+    if not (isinstance(pages, SymmetricPages) and pages.is_static):
+        return x
+    scales = jnp.repeat(pages.scales[kv_index::2], x.shape[1] // pages.num_kv_heads)
+    return (x.astype(jnp.float32) * scales[None, :, None]).astype(x.dtype)

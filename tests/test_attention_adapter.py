@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import attention
 from jaxkv.attention import (
     AttentionBackend,
     StepInputs,
@@ -106,6 +107,9 @@ def test_an_accelerator_stores_layers_whose_rows_its_kernel_takes(monkeypatch):
     dims = [layer.head_dim for layer in stored_layers(layers)]
     assert (preferred_layout(), dims) == ("paired", [64, 128, 128, 128, 192, 256])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(attention, "not_hopper", lambda: "an A100")
+    assert stored_layers(layers) == layers
+    monkeypatch.setattr(attention, "not_hopper", lambda: None)
     dims = [layer.head_dim for layer in stored_layers(layers)]
     assert (preferred_layout(), dims) == ("head_major", [64, 128, 128, 128, 192, 256])
 

@@ -70,8 +70,8 @@ def ragged_paged_attention(
       shared: which sequences begin with the same pages; it changes no result but its last bits.
         `mosaic_gpu` then reads those pages once for all of them; other backends do not look at it.
       return_lse: also return the log of the softmax's denominator (sink included).
-      backend: `reference`, `xla`, `mosaic_tpu` (see its `refusal` for what it takes), or None for
-        the best on this platform that takes these arrays.
+      backend: `reference`, `xla`, `mosaic_gpu` or `mosaic_tpu` (see their `refusal` for what they
+        take), or None for the best on this platform that takes these arrays.
 
     Returns:
       `out [T, H, D]` in q's dtype, accumulated in float32; with `return_lse` also `lse [T, H]`

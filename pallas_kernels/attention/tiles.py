@@ -4,6 +4,7 @@ A tile never crosses a sequence, so its rows have one page table row and positio
 batch's tiles come in the order of its rows, those in use first.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -88,3 +89,27 @@ class Tiles:
         seq, _ = ragged.rows(T)
         place = jnp.arange(T, dtype=jnp.int32) - ragged.query_starts[seq]
         return jnp.clip(self.starts[seq] + place // tile, 0, self.count - 1), place % tile
+
+
+Attend = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def attend_by_length(
+    ragged: Ragged, T: int, one: Attend, many: Attend
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of T rows where sequences of one query are another call's than longer ones.
+
+    Args:
+      ragged: which rows are whose.
+      T: rows, padding included.
+      one: attends for the sequences `[B]` bool that it is given, all of one query: `out [T, H, D]`
+        and `lse [T, H]`, anything in other rows.
+      many: the same for longer ones.
+    """
+    single = ragged.query_starts[1:] - ragged.query_starts[:-1] == 1
+    chosen = single[ragged.rows(T)[0]]
+    of_one, of_many = one(single), many(~single)
+    return (
+        jnp.where(chosen[:, None, None], of_one[0], of_many[0]),
+        jnp.where(chosen[:, None], of_one[1], of_many[1]),
+    )

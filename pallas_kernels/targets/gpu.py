@@ -8,19 +8,16 @@ imported: a process that is to compile for GPUs is started with `environment`.
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import AbstractDevice
 
 from pallas_kernels.gpus import CAPABILITIES
-from pallas_kernels.targets.tpu import TargetUnavailable
+from pallas_kernels.targets.target import Target, TargetUnavailable
 
 PLUGIN = "jax_cuda13_plugin"
 # What XLA asks of a GPU (GpuTargetConfigProto). The numbers that differ are a target's.
@@ -67,11 +64,10 @@ def environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuTarget:
+class GpuTarget(Target):
     """A kind of GPU; numbers are those of its data sheet.
 
     Attributes:
-      name: in lower case.
       kind: what the driver's name for it begins with.
       processors: streaming multiprocessors.
       bandwidth: of its memory, bytes a second.
@@ -80,7 +76,7 @@ class GpuTarget:
       shared: bytes of shared memory of a processor.
     """
 
-    name: str
+    platform = "cuda"
     kind: str
     processors: int
     bandwidth: float
@@ -109,37 +105,10 @@ class GpuTarget:
             self.name, "cuda", topology="1x1x1", target_config=config
         ).devices[0]
 
-    @contextmanager
-    def lowering(self) -> Iterator[None]:
-        """Inside, Pallas lowers for this chip."""
-        kind = AbstractDevice(device_kind=self.kind, num_cores=None, platform="gpu")
-        mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
-        with jax.sharding.use_abstract_mesh(mesh):
-            yield
-
-    def compile(
-        self,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        *,
-        donate_argnums: tuple[int, ...] = (),
-    ) -> Any:
-        """Compiles a function of pytrees of `jax.ShapeDtypeStruct`.
-
-        Returns:
-          The compiled program, with its `memory_analysis()`.
-
-        Raises:
-          ValueError: a kernel refuses the chip.
-          jax.errors.JaxRuntimeError: the compiler refuses the program.
-        """
-        here = SingleDeviceSharding(self.device)
-        placed = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), list(arguments)
-        )
-        with self.lowering():
-            traced = jax.jit(function, donate_argnums=donate_argnums).trace(*placed)
-            return traced.lower(lowering_platforms=("cuda",)).compile()
+    @property
+    def abstract_device(self) -> AbstractDevice:
+        """See `Target`."""
+        return AbstractDevice(device_kind=self.kind, num_cores=None, platform="gpu")
 
 
 GPU_TARGETS = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.targets.gpu import GPU_TARGETS, GpuTarget, environment
-from pallas_kernels.targets.probe import rows_apart
+from pallas_kernels.targets.probe import compile_case, rows_apart
 from pallas_kernels.targets.sass import DUMPS, read_kernels
 
 
@@ -82,19 +82,12 @@ def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
     """Compiles one case here, with the dump going to `folder`, which is emptied."""
     from pallas_kernels.attention.mosaic_gpu.call import STAGES
     from pallas_kernels.attention.mosaic_gpu.walk import THREADS
-    from pallas_kernels.targets.cases import KERNELS, Shape
 
-    for path in folder.iterdir():
-        path.unlink()
     jax.clear_caches()  # what is known already is not dumped again
-    shape = Shape.parse(name)
-    try:
-        with target.lowering():
-            case = KERNELS[kernel](shape)
-        compiled = target.compile(case.function, case.arguments, donate_argnums=(0,))
-    except Exception as error:  # whatever a compiler throws is the reason
-        reason = str(error).strip().partition("\n")[0][:200]
-        return GpuRow(kernel, target.name, name, ok=False, reason=reason or type(error).__name__)
+    built = compile_case(target, kernel, name, folder)
+    if isinstance(built, str):
+        return GpuRow(kernel, target.name, name, ok=False, reason=built)
+    shape, case, compiled = built
     # A step of rows of both kinds holds two kernels; the one with the larger tiles is told of.
     found = max(read_kernels(folder, "ragged_paged_attention"), key=lambda one: one.registers)
     memory, inner = compiled.memory_analysis(), found.innermost("HGMMA")

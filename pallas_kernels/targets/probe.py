@@ -12,10 +12,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pallas_kernels.targets.schedule import DUMP_FLAGS, read_schedule
-from pallas_kernels.targets.tpu import TPU_TARGETS, TargetUnavailable, TpuTarget
+from pallas_kernels.targets.target import Target, TargetUnavailable
+from pallas_kernels.targets.tpu import TPU_TARGETS, TpuTarget
+
+if TYPE_CHECKING:
+    from pallas_kernels.targets.cases import Case, Shape
 
 _CALL = re.compile(r"\s*(?:ROOT )?%?ragged_paged_attention")
 
@@ -108,21 +112,10 @@ def rows_apart(
 
 def measure(target: TpuTarget, kernel: str, name: str, folder: Path) -> Row:
     """Compiles one case here, with the dump going to `folder`, which is emptied."""
-    from pallas_kernels.targets.cases import KERNELS, Shape
-
-    for path in folder.iterdir():
-        path.unlink()
-    shape = Shape.parse(name)
-    try:
-        with target.lowering():
-            case = KERNELS[kernel](shape)
-        donated = (0,) if case.donates else ()
-        compiled = target.compile(case.function, case.arguments, donate_argnums=donated)
-    except TargetUnavailable:
-        raise
-    except Exception as error:  # whatever a compiler throws is the reason
-        reason = str(error).strip().partition("\n")[0][:200]
-        return Row(kernel, target.name, name, ok=False, reason=reason or type(error).__name__)
+    built = compile_case(target, kernel, name, folder)
+    if isinstance(built, str):
+        return Row(kernel, target.name, name, ok=False, reason=built)
+    shape, case, compiled = built
     # A step of rows of both kinds holds two programs; the one with the larger tiles is told of.
     schedules = read_schedule(folder, "ragged_paged_attention")
     schedule = max(schedules, key=lambda one: one.inner.mxu if one.inner else 0)
@@ -146,6 +139,33 @@ def measure(target: TpuTarget, kernel: str, name: str, folder: Path) -> Row:
         pool_bytes=case.pool_bytes,
         temp_bytes=memory.temp_size_in_bytes,
     )
+
+
+def compile_case(
+    target: Target, kernel: str, name: str, folder: Path
+) -> "tuple[Shape, Case, Any] | str":
+    """Compiles a named shape for a target, after `folder`, of dumps, was emptied.
+
+    Returns:
+      The shape, its case and the program, or a line that says why there is none.
+
+    Raises:
+      TargetUnavailable: the compiler is not installed.
+    """
+    from pallas_kernels.targets.cases import KERNELS, Shape
+
+    for path in folder.iterdir():
+        path.unlink()
+    shape = Shape.parse(name)
+    try:
+        with target.lowering():
+            case = KERNELS[kernel](shape)
+        donated = (0,) if case.donates else ()
+        return shape, case, target.compile(case.function, case.arguments, donate_argnums=donated)
+    except TargetUnavailable:
+        raise
+    except Exception as error:  # whatever a compiler throws is the reason
+        return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
 def _vmem_bytes(program: str) -> int | None:

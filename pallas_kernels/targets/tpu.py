@@ -7,23 +7,18 @@ libtpu is looked for where TPU_LIBRARY_PATH says, in the folder `targets` of the
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import AbstractDevice
+
+from pallas_kernels.targets.target import Target, TargetUnavailable
 
 ARRAYS = 4  # matrix units of a core that together give its peak rate
-
-
-class TargetUnavailable(RuntimeError):
-    """The compiler of a target is not installed."""
 
 
 def find_compiler() -> Path | None:
@@ -38,24 +33,19 @@ def find_compiler() -> Path | None:
 
 
 @dataclass(frozen=True)
-class TpuTarget:
-    """A kind of TPU.
+class TpuTarget(Target):
+    """A kind of TPU, named as Google's documents have it, without "TPU".
 
     Attributes:
-      name: as Google's documents have it, without "TPU".
       topology: the smallest one that libtpu describes.
     """
 
-    name: str
+    platform = "tpu"
     topology: str
 
     @cached_property
     def device(self) -> Any:
-        """One device of the topology.
-
-        Raises:
-          TargetUnavailable: libtpu is not installed.
-        """
+        """See `Target`."""
         compiler = find_compiler()
         if compiler is None:
             raise TargetUnavailable(
@@ -79,37 +69,10 @@ class TpuTarget:
         info = self.info
         return info.bf16_ops_per_second / (2 * ARRAYS * info.mxu_column_size**2)
 
-    @contextmanager
-    def lowering(self) -> Iterator[None]:
-        """Inside, Pallas lowers for this chip."""
-        kind = AbstractDevice(device_kind=self.device.device_kind, num_cores=1, platform="tpu")
-        mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
-        with jax.sharding.use_abstract_mesh(mesh):
-            yield
-
-    def compile(
-        self,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
-        *,
-        donate_argnums: tuple[int, ...] = (),
-    ) -> Any:
-        """Compiles a function of pytrees of `jax.ShapeDtypeStruct`.
-
-        Returns:
-          The compiled program, with its `memory_analysis()`.
-
-        Raises:
-          TargetUnavailable: libtpu is not installed.
-          jax.errors.JaxRuntimeError: the compiler refuses the program.
-        """
-        here = SingleDeviceSharding(self.device)
-        placed = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), list(arguments)
-        )
-        with self.lowering():
-            traced = jax.jit(function, donate_argnums=donate_argnums).trace(*placed)
-            return traced.lower(lowering_platforms=("tpu",)).compile()
+    @property
+    def abstract_device(self) -> AbstractDevice:
+        """See `Target`."""
+        return AbstractDevice(device_kind=self.device.device_kind, num_cores=1, platform="tpu")
 
 
 TPU_TARGETS = {

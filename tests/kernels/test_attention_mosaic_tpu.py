@@ -15,8 +15,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import Pages, ragged_paged_attention
-from pallas_kernels.attention import mosaic_tpu, tuning
-from pallas_kernels.attention.tuning import BlockSizes
+from pallas_kernels.attention.mosaic_tpu import tuning
+from pallas_kernels.attention.mosaic_tpu.softmax import from_float16
+from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes
 from tests.kernels.batches import Batch, place, random_batch
 from tests.kernels.bits_suite import BitsSuite
 from tests.kernels.test_quantised_pages import check_attention
@@ -93,7 +94,7 @@ def test_every_finite_float16_comes_out_of_its_bits():
     bits = np.arange(1 << 16, dtype=np.uint16)
     want = bits.view(np.float16).astype(np.float32)
     finite = np.isfinite(want)
-    got = np.asarray(mosaic_tpu._from_float16(jnp.asarray(bits[finite], jnp.uint32)))
+    got = np.asarray(from_float16(jnp.asarray(bits[finite], jnp.uint32)))
     np.testing.assert_array_equal(got, want[finite])
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels.attention.tuning import TABLES
+from pallas_kernels.attention.mosaic_tpu.tuning import TABLES
 from pallas_kernels.targets import TPU_TARGETS, find_compiler, read_schedule
 from pallas_kernels.targets.cases import NAMES, Shape
 from pallas_kernels.targets.probe import Row, probe
@@ -28,7 +28,7 @@ def check(row: Row) -> None:
         assert row.alias_bytes == row.pool_bytes
     # XLA brings rows that fill no registers into another layout at each step.
     if 2 * shape.D % 128 == 0:
-        assert row.temp_bytes is not None and row.temp_bytes < row.pool_bytes / 3
+        assert row.temp_bytes is not None and row.temp_bytes < row.pool_bytes / 4
     assert row.vmem_bytes is not None and 0 < row.vmem_bytes < 128 << 20
 
 

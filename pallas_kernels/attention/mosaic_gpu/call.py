@@ -18,6 +18,7 @@ the bytes bound it. Source: FlashAttention-2, arXiv 2307.08691; Flash-Decoding's
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,10 @@ from pallas_kernels.attention.mosaic_gpu.plan import LOG2_E, PRODUCT, Plan
 from pallas_kernels.attention.mosaic_gpu.walk import walk
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged, owner
-from pallas_kernels.attention.tiles import Tiles
+from pallas_kernels.attention.tiles import Tiles, attend_by_length
 from pallas_kernels.online_softmax import merge_partials
 from pallas_kernels.pages import Pages
-from pallas_kernels.quantised_pages import AnyPages, SymmetricPages
+from pallas_kernels.quantised_pages import AnyPages, SymmetricPages, times_fixed_scales
 
 HEAD_DIMS = range(PRODUCT, 257, PRODUCT)
 # Keys of an item: of tiles of one query, of many, and of those of sequences that share their keys.
@@ -138,7 +139,7 @@ def _of_sequences(
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the rows of sequences, those of one query apart from longer ones."""
-    T, starts = q.shape[0], part.ragged.query_starts
+    T = q.shape[0]
 
     def attend(many: bool, taken: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         split = SPLIT_MANY if many else SPLIT_ONE
@@ -146,13 +147,7 @@ def _of_sequences(
 
     if options.query_tile is not None or part.table.shape[0] >= T:
         return attend(options.query_tile is not None, None)
-    single = starts[1:] - starts[:-1] == 1
-    chosen = single[part.ragged.rows(T)[0]]
-    of_one, of_many = attend(False, single), attend(True, ~single)
-    return (
-        jnp.where(chosen[:, None, None], of_one[0], of_many[0]),
-        jnp.where(chosen[:, None], of_one[1], of_many[1]),
-    )
+    return attend_by_length(part.ragged, T, partial(attend, False), partial(attend, True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +231,7 @@ def _attend(
     work, starts = _items(tiles, bounds, live, split, most)
     ctas = min(CTAS, tiles.count * most * K * rows.groups)
     plan = _plan(pages, q, rows, ctas, many, options)
-    fixed = pages.scales if isinstance(pages, SymmetricPages) and pages.is_static else None
-    if fixed is not None:
-        q = _times(q, jnp.repeat(fixed[0::2], H // K))
-
+    q = times_fixed_scales(q, pages, 0)
     grouped = rows.of_tiles(rows.of_heads(q.at[row].get(mode="clip"), K)).astype(plan.dtype)
     bounds = jnp.repeat(bounds.swapaxes(1, 2), rows.group, axis=2)
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, rows.count - bounds.shape[2])))
@@ -254,9 +246,7 @@ def _attend(
     place = tiles.place_of(part.ragged, T, rows.tile)
     out = rows.of_queries(out, place, H, K)
     lse = rows.of_queries(lse[:, :, None], place, H, K)[..., 0]
-    if fixed is not None:
-        out = _times(out, jnp.repeat(fixed[1::2], H // K))
-    return out, lse
+    return times_fixed_scales(out, pages, 1), lse
 
 
 def _plan(
@@ -286,11 +276,6 @@ def _plan(
         one_bound=not many,
         options=options,
     )
-
-
-def _times(x: jax.Array, by_head: jax.Array) -> jax.Array:
-    """`x [T, H, D]` times a number a head, in float32."""
-    return (x.astype(jnp.float32) * by_head[None, :, None]).astype(x.dtype)
 
 
 def block_tokens(pages: KernelPages, *_: object) -> int:

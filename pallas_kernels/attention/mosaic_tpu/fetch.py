@@ -1,0 +1,159 @@
+"""Pages and page ids on their way from HBM, ahead of the tile and the block that are worked on."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention.mosaic_tpu.plan import Plan, Ref, Scalar
+
+FIELDS = ("seq", "first", "fast_first", "fast_last", "last", "low", "high")
+
+
+@dataclass(frozen=True)
+class TileScalars:
+    """What `call` says of tile t; blocks [first, last) hold all its keys, [low, high)."""
+
+    ref: Ref
+    count: int
+
+    def _read(self, name: str, t: Scalar) -> jax.Array:
+        return self.ref[FIELDS.index(name) * (self.count + 1) + t]
+
+    def __getattr__(self, name: str) -> Callable[[Scalar], jax.Array]:
+        return functools.partial(self._read, name)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Blocks of pages on their way from HBM, `num_buffers - 1` ahead of the one in work.
+
+    Blocks are numbered over all tiles, and number k goes to buffer `k % num_buffers`. The cursor
+    outlives a grid step: number of blocks consumed before this tile, then tile and block to fetch
+    next.
+    """
+
+    plan: Plan
+    tile: TileScalars
+    table: Ref
+    pools: Sequence[Ref]
+    ids: Ref
+    cursor: Ref
+    buffers: Sequence[Ref]
+    ids_arrived: Ref
+    pages_arrived: Ref
+
+    def begin(self) -> None:
+        """Before the first tile."""
+        self.cursor[0], self.cursor[1], self.cursor[2] = 0, 0, self.tile.first(0)
+        ahead = self.plan.num_buffers - 1
+        for t in range(ahead):
+            self.start_ids(t)
+        for k in range(ahead):
+            self.start_next(k)
+
+    def start_ids(self, t: Scalar) -> None:
+        """Starts the page ids of a tile's sequence."""
+        pl.when(t < pl.num_programs(0))(lambda: self._ids(t).start())
+
+    def start_next(self, k: Scalar) -> None:
+        """Starts the block at the cursor, number k, if there is one; whatever of it is there."""
+        t, j, n = self.cursor[1], self.cursor[2], self.plan.pages_per_block
+
+        @pl.when(t < pl.num_programs(0))
+        def _() -> None:
+            pl.when(j == self.tile.first(t))(lambda: self._ids(t).wait())
+            low, high = self._pages(t, j)
+            whole = (low == 0) & (high == n)
+            pl.when(whole)(lambda: self._start(t, j, k, range(n)))
+
+            @pl.when(jnp.logical_not(whole))
+            def _() -> None:
+                lax.fori_loop(low, high, lambda i, _: self._page(t, j, k, i), None)
+
+            self.move_behind(t, j)
+
+    def start_share(self, t: Scalar, j: Scalar, k: Scalar, share: int) -> None:
+        """Starts a head's share of block j of tile t, number k, all of whose pages are there."""
+        n, K = self.plan.pages_per_block, self.plan.num_kv_heads
+        self._start(t, j, k, range(share * n // K, (share + 1) * n // K))
+
+    def _start(self, t: Scalar, j: Scalar, k: Scalar, pages: range) -> None:
+        for i in pages:
+            self._page(t, j, k, i)
+
+    def move_behind(self, t: Scalar, j: Scalar) -> None:
+        """Moves the cursor to the block after block j of tile t."""
+        is_last = j + 1 == self.tile.last(t)
+        after = jnp.where(is_last, t + 1, t)
+        self.cursor[1] = after
+        self.cursor[2] = jnp.where(is_last, self.tile.first(after), j + 1)
+
+    def wait(self, t: Scalar, j: Scalar, k: Scalar) -> Scalar:
+        """Waits for block j of tile t, number k, and blanks what no row sees of it.
+
+        Returns:
+          The number of its buffer.
+        """
+        low, high = self._pages(t, j)
+        pl.when(low < high)(lambda: self._wait(k, high - low))
+        slot = self._slot(k)
+        # Of the block's tokens [start, end) are seen; what is not may be NaN, and 0 * NaN is NaN.
+        P, S = jnp.int32(self.plan.page_size), self.plan.block_tokens
+        start = jnp.clip(self.tile.low(t) - j * S, 0, S)
+        end = jnp.clip(self.tile.high(t) - j * S, start, S)
+
+        def blank(i: Scalar, _: None) -> None:
+            for buffer in self.buffers:
+                page = buffer[slot, i]
+                axis = 2 if buffer is self.buffers[0] else 1
+                token = i * P + lax.broadcasted_iota(jnp.int32, page.shape, axis)
+                seen = (token >= start) & (token < end)
+                buffer[slot, i] = jnp.where(seen, page, jnp.zeros_like(page))
+
+        lax.fori_loop(0, lax.div(start + P - 1, P), blank, None)
+        lax.fori_loop(lax.div(end, P), self.plan.pages_per_block, blank, None)
+        return slot
+
+    def wait_whole(self, k: Scalar) -> Scalar:
+        """Waits for block number k, of which every row sees all; returns its buffer's number."""
+        self._wait(k, self.plan.pages_per_block)
+        return self._slot(k)
+
+    def _wait(self, k: Scalar, num_pages: Scalar) -> None:
+        """Waits for so many pages of block number k: it is their bytes that count."""
+        slot = self._slot(k)
+        for buffer in self.buffers:
+            pages = buffer.at[slot, pl.ds(0, num_pages)]
+            pltpu.make_async_copy(pages, pages, self.pages_arrived.at[slot]).wait()
+
+    def _slot(self, number: Scalar) -> Scalar:
+        return number & (self.plan.num_buffers - 1)
+
+    def _pages(self, t: Scalar, j: Scalar) -> tuple[jax.Array, jax.Array]:
+        """The pages [low, high) of block j that hold keys of tile t."""
+        P, n = self.plan.page_size, self.plan.pages_per_block
+        low = lax.div(self.tile.low(t), jnp.int32(P)) - j * n
+        high = lax.div(self.tile.high(t) + P - 1, jnp.int32(P)) - j * n
+        return jnp.maximum(low, 0), jnp.minimum(high, n)
+
+    def _page(self, t: Scalar, j: Scalar, k: Scalar, i: Scalar) -> None:
+        """Starts page i of block j of tile t, number k."""
+        slot = self._slot(k)
+        place = self._slot(t) * self.plan.table_width + j * self.plan.pages_per_block + i
+        page = self.ids[place]
+        for pool, buffer in zip(self.pools, self.buffers, strict=True):
+            arrived = self.pages_arrived.at[slot]
+            pltpu.make_async_copy(pool.at[page], buffer.at[slot, i], arrived).start()
+
+    def _ids(self, t: Scalar) -> Any:
+        width, slot = self.plan.table_width, self._slot(t)
+        start = pl.multiple_of(self.tile.seq(t) * width, width)
+        row, target = self.table.at[pl.ds(start, width)], self.ids.at[pl.ds(slot * width, width)]
+        return pltpu.make_async_copy(row, target, self.ids_arrived.at[slot])

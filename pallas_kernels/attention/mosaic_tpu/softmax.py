@@ -1,0 +1,201 @@
+"""The arithmetic of the TPU kernel: blocks of keys into the online softmax of a tile."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.mosaic_tpu.plan import LOG2_E, Plan, Ref, Scalar
+from pallas_kernels.online_softmax import finite_or_zero
+from pallas_kernels.pages import LANES
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The online softmax of one tile, logits in units of log 2.
+
+    `total` keeps a partial sum a lane, `maximum` the same value in all lanes. Where codes have a
+    minimum, `affine` holds the sum of a row's q, by which K's minima multiply, in all lanes, and
+    the sum of V's minima by weight, in parts a lane.
+    """
+
+    plan: Plan
+    q: Ref
+    bounds: Ref
+    buffers: Sequence[Ref]
+    maximum: Ref
+    total: Ref
+    weighted: Ref
+    affine: Sequence[Ref]
+
+    def clear(self) -> None:
+        """No key yet."""
+        if self.plan.affine:
+            q_sum, minima = self.affine
+            for h in range(self.plan.num_kv_heads):
+                row = self.q[0, h].astype(jnp.float32).sum(axis=1, keepdims=True)
+                q_sum[h] = jnp.broadcast_to(row, q_sum.shape[1:])
+            minima[...] = jnp.zeros(minima.shape, jnp.float32)
+        self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
+        self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
+        self.weighted[...] = jnp.zeros(self.weighted.shape, jnp.float32)
+
+    def add(
+        self,
+        slot: Scalar,
+        j: Scalar,
+        *,
+        masked: bool = False,
+        between: Callable[[int], None] = lambda head: None,
+    ) -> None:
+        """Adds block j of the keys, which is in a buffer.
+
+        Args:
+          slot: of the buffer.
+          j: of the block.
+          masked: some row does not see all of it.
+          between: called before each head's second product, with the head: scalar work, which the
+            compiler then lays under the products.
+        """
+        # Some heads' first products go ahead: their softmax then runs under other products.
+        K, k_parts, logits = self.plan.num_kv_heads, {}, {}
+        visible = self._visible(j) if masked else None
+        scales, minima = self._parameters(slot)
+        lead = self.plan.heads_ahead
+        for i in range(K + lead):
+            if i < K:
+                k_parts[i] = self._parts(slot, i, self.plan.k_pieces)
+                logits[i] = self._logits(k_parts[i], i, scales, minima)
+                if visible is not None:
+                    logits[i] = jnp.where(visible, logits[i], -jnp.inf)
+            h = i - lead
+            if h < 0:
+                continue
+            weights, decay = self._weigh(h, logits.pop(h))
+            between(h)
+            if minima is not None:
+                self._add_minima(h, weights * _row(minima, 2 * h + 1), decay)
+            if scales is not None:
+                weights = weights * _row(scales, 2 * h + 1)
+            weights = weights.astype(self.plan.dtype)
+            v_parts = k_parts.pop(h)
+            if self.plan.parts == 1 or self.plan.k_pieces != self.plan.v_pieces:
+                v_parts = self._parts(slot, h, self.plan.v_pieces)  # loads cost less than registers
+            added = jnp.concatenate([self._dot(weights, v, 1, 0) for v in v_parts], axis=1)
+            self.weighted[h] = self.weighted[h] * decay + added
+
+    def finish(self, sink: Ref, out: Ref, lse: Ref) -> None:
+        """Normalises; the sink joins the denominator here, once."""
+        for h in range(self.plan.num_kv_heads):
+            m = self.maximum[h][:, :1]
+            m_new = finite_or_zero(jnp.maximum(m, sink[h]))
+            decay = jnp.exp2(m - m_new)
+            total = self.total[h].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink[h] - m_new)
+            safe = jnp.where(total == 0.0, 1.0, total)
+            weighted = self.weighted[h]
+            if self.plan.affine:
+                weighted += self.affine[1][h].sum(axis=1, keepdims=True)
+            out[0, h] = (weighted * (decay / safe)).astype(out.dtype)
+            lse[0, h] = m_new / LOG2_E + jnp.log(total)
+
+    def _parts(self, slot: Scalar, h: int, pieces: range) -> list[jax.Array]:
+        """Some pieces of a head's rows, `[block_tokens, lanes of them]`, for each of the codes of a
+        byte."""
+        plan = self.plan
+
+        def read(dtype: jnp.dtype) -> jax.Array:
+            shape = plan.block_tokens, plan.lanes
+            read = (self.buffers[0][slot, :, h, x].astype(dtype).reshape(shape) for x in pieces)
+            return jnp.concatenate(list(read), axis=1)
+
+        if plan.parts == 1:
+            return [read(plan.dtype)]
+        rows, bits = read(jnp.dtype(jnp.int32)), 8 // plan.parts
+        codes = [rows >> bits * part & (1 << bits) - 1 for part in range(plan.parts)]
+        return [code.astype(jnp.float32).astype(plan.dtype) for code in codes]
+
+    def _parameters(self, slot: Scalar) -> tuple[jax.Array | None, jax.Array | None]:
+        """Scales and minima of a block's codes, `[2K, block_tokens]`, where pages have them."""
+        if len(self.buffers) == 1:
+            return None, None
+        pages = range(self.plan.pages_per_block)
+        stored = jnp.concatenate([self.buffers[1][slot, i] for i in pages], axis=1)
+        if not self.plan.affine:
+            return stored, None
+        return from_float16(stored & 0xFFFF), from_float16(stored >> 16)
+
+    def _logits(
+        self,
+        k_parts: list[jax.Array],
+        h: int,
+        scales: jax.Array | None,
+        minima: jax.Array | None,
+    ) -> jax.Array:
+        options, lanes = self.plan.options, len(self.plan.k_pieces) * self.plan.lanes
+        products = [
+            self._dot(self.q[0, h, :, i * lanes : (i + 1) * lanes], k, 1, 1)
+            for i, k in enumerate(k_parts)
+        ]
+        x = functools.reduce(operator.add, products)
+        if scales is not None:
+            x = x * _row(scales, 2 * h)
+        if minima is not None:
+            x += self.affine[0][h][:, :1] * _row(minima, 2 * h)
+        if options.soft_cap is None:
+            return x * (options.scale * LOG2_E)
+        x = jnp.tanh(x * (options.scale / options.soft_cap))
+        return x * (options.soft_cap * LOG2_E)
+
+    def _weigh(self, h: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The weights of a block's keys, and the factor on what came before."""
+        m = self.maximum[h]
+        m_new = jnp.maximum(m, logits.max(axis=1, keepdims=True))
+        finite = finite_or_zero(m_new)
+        decay = jnp.exp2(m - finite)
+        weights, total = [], self.total[h] * decay
+        for start in range(0, self.plan.block_tokens, LANES):
+            weights.append(jnp.exp2(logits[:, start : start + LANES] - finite))
+            total += weights[-1]
+        self.maximum[h], self.total[h] = m_new, total
+        return jnp.concatenate(weights, axis=1), decay[:, :1]
+
+    def _add_minima(self, h: int, weighted: jax.Array, decay: jax.Array) -> None:
+        """Adds what a block's keys add to all channels, `[R, block_tokens]`."""
+        minima = self.affine[1]
+        parts = range(0, self.plan.block_tokens, LANES)
+        added = sum(weighted[:, start : start + LANES] for start in parts)
+        minima[h] = minima[h] * decay + added
+
+    def _visible(self, j: Scalar) -> jax.Array:
+        """Which keys of block j each row sees, `[R, block_tokens]`."""
+        bounds = self.bounds[0]
+        R, S = self.plan.rows, self.plan.block_tokens
+        key = j * S + lax.broadcasted_iota(jnp.int32, (R, S), 1)
+        return (key >= bounds[:, :1]) & (key < bounds[:, 1:])
+
+    def _dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+        highest = lax.Precision.HIGHEST if self.plan.dtype == jnp.float32 else None
+        return lax.dot_general(
+            a,
+            b,
+            (((axis_a,), (axis_b,)), ((), ())),
+            precision=highest,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def _row(x: jax.Array, i: int) -> jax.Array:
+    return x[i : i + 1]
+
+
+def from_float16(bits: jax.Array) -> jax.Array:
+    """The float32 of a finite float16's bits (uint32): a TPU has no such type."""
+    size = bits & 0x7FFF
+    normal = lax.bitcast_convert_type((size << 13) + (112 << 23), jnp.float32)
+    small = size.astype(jnp.int32).astype(jnp.float32) * 2.0**-24  # no implicit leading 1
+    value = jnp.where(size < 0x400, small, normal)
+    return jnp.where(bits > 0x7FFF, -value, value)
