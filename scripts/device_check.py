@@ -313,7 +313,7 @@ def _seconds(attend: Attend, rounds: int = 20) -> float:
 
 
 def _torch_seconds(attend: Attend, rounds: int) -> float:
-    import torch  # type: ignore
+    import torch  # pyright: ignore[reportMissingImports]
 
     times = []
     for _ in range(rounds):

@@ -68,7 +68,7 @@ class Input:
             raise Unavailable("takes no codes with a scale a token")
         kv = self.pages.kv
         order = tuple("NKPD".index(axis) for axis in layout)
-        return tuple(kv[:, which::2].transpose(order) for which in (0, 1))  # type: ignore
+        return kv[:, 0::2].transpose(order), kv[:, 1::2].transpose(order)
 
 
 def ours(backend: str) -> Callable[[Input], Attend]:

@@ -58,15 +58,15 @@ _GEMMA3 = {
     "max_position_embeddings": 131_072,
 }
 
+_MISTRAL = Family(
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096}, kinds=layer_kinds.windowed
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "smollm3": Family(tied=True, kinds=layer_kinds.smollm3),
-    "mistral": Family(
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, kinds=layer_kinds.windowed
-    ),
-    "ministral": Family(
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, kinds=layer_kinds.windowed
-    ),
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
     "mixtral": Family(
         defaults={"num_key_value_heads": 8}, kinds=layer_kinds.windowed, mlp=mlps.mixtral
     ),
