@@ -57,7 +57,7 @@ class Simulated(BitsSuite):
 
 
 class TestSmallBlocks(Simulated):
-    sizes = BlockSizes(block_tokens=128, heads_ahead=1, tile_rows=64)
+    sizes = BlockSizes(block_tokens=128, groups_ahead=1, tile_rows=64)
     brief = (
         "test_every_length_of_cache_and_query_agrees_with_naive_attention",
         "test_options_agree_with_naive_attention",
@@ -82,7 +82,7 @@ class TestSmallBlocks(Simulated):
 
 @pytest.mark.slow
 class TestFourBuffers(Simulated):
-    sizes = BlockSizes(block_tokens=128, num_buffers=4, heads_ahead=3, tile_rows=32)
+    sizes = BlockSizes(block_tokens=128, num_buffers=4, groups_ahead=3, tile_rows=32)
 
 
 @pytest.mark.slow

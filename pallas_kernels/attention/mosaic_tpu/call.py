@@ -106,7 +106,6 @@ def _attend(
     K = pages.num_kv_heads
     G = H // K
     plan = Plan.choose(q, pages, tile, M, options)
-    R = plan.rows
     tiles = Tiles.plan(ragged, T, tile, options, taken)
 
     rows = tiles.first_row[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]  # [count, tile]
@@ -114,22 +113,23 @@ def _attend(
     bounds = jnp.stack(options.bounds(position), axis=-1)  # [count, tile, 2]
     scalars = _scalars(plan, tiles, bounds)
     q = times_fixed_scales(q, pages, 0)
-    grouped = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
-    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
-    unused = R - tile * G
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, unused), (0, 0))).astype(plan.dtype)
-    grouped = plan.spread(grouped)
-    bounds = jnp.pad(jnp.repeat(bounds, G, axis=1), ((0, 0), (0, unused), (0, 0)))
+    by_head = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
+    by_head = by_head.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
+    grouped = plan.by_group(plan.spread(by_head.astype(plan.dtype)))
+    of_rows = jnp.broadcast_to(
+        jnp.repeat(bounds, G, axis=1)[:, None], (tiles.count, K, tile * G, 2)
+    )
+    bounds = plan.by_group(of_rows)[:, 0]  # equal for all groups
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
-    sink = jnp.broadcast_to(sink.reshape(K, 1, G), (K, tile, G)).reshape(K, tile * G)
-    sink = jnp.pad(sink, ((0, 0), (0, unused)))[:, :, None] * LOG2_E
+    sink = jnp.broadcast_to(sink.reshape(K, 1, G), (K, tile, G)).reshape(K, tile * G, 1)
+    sink = plan.by_group(sink) * LOG2_E
     table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
 
     out, lse = _call(plan, tiles, scalars, grouped, bounds, sink, table, pages, q.dtype)
 
     index = tiles.place_of(ragged, T, tile)
-    out = plan.gather(out)[:, :, : tile * G].reshape(tiles.count, K, tile, G, D)
-    lse = lse[:, :, : tile * G, 0].reshape(tiles.count, K, tile, G)
+    out = plan.gather(plan.by_head(out)).reshape(tiles.count, K, tile, G, D)
+    lse = plan.by_head(lse).reshape(tiles.count, K, tile, G)
     out = times_fixed_scales(out[index[0], :, index[1]].reshape(T, H, D), pages, 1)
     lse = lse[index[0], :, index[1]].reshape(T, H)
     padding = ragged.rows(T)[1] == PADDING
@@ -178,8 +178,7 @@ def _call(
     out_dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel over the tiles in use."""
-    K, R = plan.num_kv_heads, plan.rows
-    q_lanes, out_lanes = q.shape[-1], plan.parts * len(plan.v_pieces) * plan.lanes
+    groups, R, lanes = plan.num_groups, plan.rows, plan.out_lanes
     pools = list(pages.paged.values())
     of_block = (plan.num_buffers, plan.pages_per_block)
 
@@ -190,27 +189,27 @@ def _call(
         num_scalar_prefetch=1,
         grid=(tiles.num_live,),
         in_specs=[
-            of_tile(K, R, q_lanes),
+            of_tile(*q.shape[1:]),
             of_tile(R, 2),
-            pl.BlockSpec((K, R, 1), lambda t, *_: (0, 0, 0)),
+            pl.BlockSpec((groups, R, 1), lambda t, *_: (0, 0, 0)),
             *[pl.BlockSpec(memory_space=pltpu.HBM)] * (1 + len(pools)),
         ],
-        out_specs=[of_tile(K, R, out_lanes), of_tile(K, R, 1)],
+        out_specs=[of_tile(groups, R, lanes), of_tile(groups, R, 1)],
         scratch_shapes=[
             pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
             pltpu.SMEM((3,), jnp.int32),
             [pltpu.VMEM((*of_block, *pool.shape[1:]), pool.dtype) for pool in pools],
-            pltpu.VMEM((K, R, LANES), jnp.float32),
-            pltpu.VMEM((K, R, LANES), jnp.float32),
-            pltpu.VMEM((K, R, out_lanes), jnp.float32),
-            [pltpu.VMEM((K, R, LANES), jnp.float32) for _ in range(2 * plan.affine)],
+            pltpu.VMEM((groups, R, LANES), jnp.float32),
+            pltpu.VMEM((groups, R, LANES), jnp.float32),
+            pltpu.VMEM((groups, R, plan.group * lanes), jnp.float32),
+            [pltpu.VMEM((groups, R, LANES), jnp.float32) for _ in range(2 * plan.affine)],
             pltpu.SemaphoreType.DMA((plan.num_buffers,)),
             pltpu.SemaphoreType.DMA((plan.num_buffers,)),
         ],
     )
     out_shape = (
-        jax.ShapeDtypeStruct((tiles.count, K, R, out_lanes), out_dtype),
-        jax.ShapeDtypeStruct((tiles.count, K, R, 1), jnp.float32),
+        jax.ShapeDtypeStruct((tiles.count, groups, R, lanes), out_dtype),
+        jax.ShapeDtypeStruct((tiles.count, groups, R, 1), jnp.float32),
     )
     return pl.pallas_call(
         functools.partial(_kernel, plan, tiles.count),

@@ -80,9 +80,9 @@ class Fetch:
             self.move_behind(t, j)
 
     def start_share(self, t: Scalar, j: Scalar, k: Scalar, share: int) -> None:
-        """Starts a head's share of block j of tile t, number k, all of whose pages are there."""
-        n, K = self.plan.pages_per_block, self.plan.num_kv_heads
-        self._start(t, j, k, range(share * n // K, (share + 1) * n // K))
+        """Starts a group's share of block j of tile t, number k, all of whose pages are there."""
+        n, groups = self.plan.pages_per_block, self.plan.num_groups
+        self._start(t, j, k, range(share * n // groups, (share + 1) * n // groups))
 
     def _start(self, t: Scalar, j: Scalar, k: Scalar, pages: range) -> None:
         for i in pages:

@@ -29,9 +29,10 @@ class Plan:
       lanes: of a piece of a row.
       parts: codes of a byte, or 1; channels `[p row_size, (p + 1) row_size)` are part p.
       affine: codes have a minimum, too.
-      rows: R, query rows of a tile times G, rounded up.
+      group: KV heads whose query rows share the sublanes of a register.
+      head_rows: query rows of a tile times G.
       block_tokens: keys of a block.
-      num_buffers, heads_ahead: see `BlockSizes`.
+      num_buffers, groups_ahead: see `BlockSizes`.
       table_width: page ids of a sequence, rounded up.
       dtype: in which products are taken.
       options: of the call.
@@ -43,10 +44,11 @@ class Plan:
     parts: int
     affine: bool
     page_size: int
-    rows: int
+    group: int
+    head_rows: int
     block_tokens: int
     num_buffers: int
-    heads_ahead: int
+    groups_ahead: int
     table_width: int
     dtype: jnp.dtype
     options: AttentionOptions
@@ -59,6 +61,7 @@ class Plan:
         f32 = jnp.float32 in (q.dtype, pages.kv.dtype)
         kind = "row" if tile == 1 else "rows"
         sizes = sizes_of(pages, kind)
+        rows = tile * (q.shape[1] // K)
         return cls(
             num_kv_heads=K,
             row_size=pages.row_size,
@@ -66,10 +69,11 @@ class Plan:
             parts=pages.head_dim // pages.row_size,
             affine=isinstance(pages, AffinePages),
             page_size=pages.page_size,
-            rows=round_up(tile * (q.shape[1] // K), SUBLANES),
+            group=max(n for n in range(1, K + 1) if K % n == 0 and n <= max(1, SUBLANES // rows)),
+            head_rows=rows,
             block_tokens=block_tokens(pages, kind),
             num_buffers=sizes.num_buffers,
-            heads_ahead=min(sizes.heads_ahead, K),
+            groups_ahead=sizes.groups_ahead,
             table_width=round_up(M, 1024),
             dtype=jnp.dtype(jnp.float32 if f32 else jnp.bfloat16),
             options=options,
@@ -89,18 +93,58 @@ class Plan:
         """The pieces that have some of V, which ends it."""
         return range(self.row_size // self.lanes, 2 * self.row_size // self.lanes)
 
+    @property
+    def num_groups(self) -> int:
+        return self.num_kv_heads // self.group
+
+    @property
+    def rows(self) -> int:
+        """R, the query rows of a group, rounded up."""
+        return round_up(self.group * self.head_rows, SUBLANES)
+
+    @property
+    def out_lanes(self) -> int:
+        """Of a head's output: V's pieces, for each code of a byte."""
+        return self.parts * len(self.v_pieces) * self.lanes
+
+    def by_group(self, x: jax.Array) -> jax.Array:
+        """Brings `[..., K, head_rows, n]` into `[..., groups, R, n]`."""
+        x = x.reshape(*x.shape[:-3], self.num_groups, self.group * self.head_rows, x.shape[-1])
+        return self._fill(x, -2, self.rows)
+
+    def by_head(self, x: jax.Array) -> jax.Array:
+        """The way back: `[..., K, head_rows, n]`."""
+        x = x[..., : self.group * self.head_rows, :]
+        return x.reshape(*x.shape[:-3], self.num_kv_heads, self.head_rows, x.shape[-1])
+
     def spread(self, q: jax.Array) -> jax.Array:
-        """Puts `[..., D]` where K is in its pieces, 0 elsewhere: `[..., parts * lanes of them]`."""
-        q = q.reshape(*q.shape[:-1], self.parts, self.row_size)
-        unused = len(self.k_pieces) * self.lanes - self.row_size
-        q = jnp.pad(q, [*[(0, 0)] * (q.ndim - 1), (0, unused)])
-        return q.reshape(*q.shape[:-2], -1)
+        """Puts q where K is in an operand of a group's heads, 0 elsewhere.
+
+        Args:
+          q: `[..., K, head_rows, D]`.
+
+        Returns:
+          `[..., K, head_rows, parts * group * lanes of K's pieces]`: for each code of a byte, for
+          each head of the group, its pieces.
+        """
+        heads = self.num_groups, self.group, self.head_rows
+        q = q.reshape(*q.shape[:-3], *heads, self.parts, 1, self.row_size)
+        q = self._fill(q, -1, len(self.k_pieces) * self.lanes)
+        own = jnp.eye(self.group, dtype=bool)[:, None, None, :, None]
+        q = jnp.where(own, q, jnp.zeros_like(q))
+        return q.reshape(*q.shape[:-6], self.num_kv_heads, self.head_rows, -1)
 
     def gather(self, out: jax.Array) -> jax.Array:
-        """Takes `[..., D]` out of `[..., parts * lanes of V's pieces]`."""
+        """Takes `[..., D]` out of `[..., out_lanes]`."""
         out = out.reshape(*out.shape[:-1], self.parts, len(self.v_pieces) * self.lanes)
         out = out[..., out.shape[-1] - self.row_size :]
         return out.reshape(*out.shape[:-2], self.parts * self.row_size)
+
+    def _fill(self, x: jax.Array, axis: int, size: int) -> jax.Array:
+        """Adds zeros behind an axis, up to a size."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, size - x.shape[axis])
+        return jnp.pad(x, widths)
 
 
 def block_tokens(pages: KernelPages, tile: Tile) -> int:

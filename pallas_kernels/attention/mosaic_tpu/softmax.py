@@ -36,9 +36,9 @@ class Softmax:
         """No key yet."""
         if self.plan.affine:
             q_sum, minima = self.affine
-            for h in range(self.plan.num_kv_heads):
-                row = self.q[0, h].astype(jnp.float32).sum(axis=1, keepdims=True)
-                q_sum[h] = jnp.broadcast_to(row, q_sum.shape[1:])
+            for g in range(self.plan.num_groups):
+                row = self.q[0, g].astype(jnp.float32).sum(axis=1, keepdims=True)
+                q_sum[g] = jnp.broadcast_to(row, q_sum.shape[1:])
             minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
         self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
@@ -50,7 +50,7 @@ class Softmax:
         j: Scalar,
         *,
         masked: bool = False,
-        between: Callable[[int], None] = lambda head: None,
+        between: Callable[[int], None] = lambda group: None,
     ) -> None:
         """Adds block j of the keys, which is in a buffer.
 
@@ -58,58 +58,87 @@ class Softmax:
           slot: of the buffer.
           j: of the block.
           masked: some row does not see all of it.
-          between: called before each head's second product, with the head: scalar work, which the
+          between: called before each group's second product, with the group: scalar work, which the
             compiler then lays under the products.
         """
-        # Some heads' first products go ahead: their softmax then runs under other products.
-        K, k_parts, logits = self.plan.num_kv_heads, {}, {}
+        # Some groups' first products go ahead: their softmax then runs under other products.
+        groups, k_parts, logits = self.plan.num_groups, {}, {}
         visible = self._visible(j) if masked else None
         scales, minima = self._parameters(slot)
-        lead = self.plan.heads_ahead
-        for i in range(K + lead):
-            if i < K:
+        lead = min(self.plan.groups_ahead, groups)
+        for i in range(groups + lead):
+            if i < groups:
                 k_parts[i] = self._parts(slot, i, self.plan.k_pieces)
                 logits[i] = self._logits(k_parts[i], i, scales, minima)
                 if visible is not None:
                     logits[i] = jnp.where(visible, logits[i], -jnp.inf)
-            h = i - lead
-            if h < 0:
+            g = i - lead
+            if g < 0:
                 continue
-            weights, decay = self._weigh(h, logits.pop(h))
-            between(h)
+            weights, decay = self._weigh(g, logits.pop(g))
+            between(g)
             if minima is not None:
-                self._add_minima(h, weights * _row(minima, 2 * h + 1), decay)
+                self._add_minima(g, weights * self._of_rows(minima, g, 1), decay)
             if scales is not None:
-                weights = weights * _row(scales, 2 * h + 1)
+                weights = weights * self._of_rows(scales, g, 1)
             weights = weights.astype(self.plan.dtype)
-            v_parts = k_parts.pop(h)
+            v_parts = k_parts.pop(g)
             if self.plan.parts == 1 or self.plan.k_pieces != self.plan.v_pieces:
-                v_parts = self._parts(slot, h, self.plan.v_pieces)  # loads cost less than registers
+                v_parts = self._parts(slot, g, self.plan.v_pieces)  # loads cost less than registers
             added = jnp.concatenate([self._dot(weights, v, 1, 0) for v in v_parts], axis=1)
-            self.weighted[h] = self.weighted[h] * decay + added
+            self.weighted[g] = self.weighted[g] * decay + added
 
     def finish(self, sink: Ref, out: Ref, lse: Ref) -> None:
         """Normalises; the sink joins the denominator here, once."""
-        for h in range(self.plan.num_kv_heads):
-            m = self.maximum[h][:, :1]
-            m_new = finite_or_zero(jnp.maximum(m, sink[h]))
+        for g in range(self.plan.num_groups):
+            m = self.maximum[g][:, :1]
+            m_new = finite_or_zero(jnp.maximum(m, sink[g]))
             decay = jnp.exp2(m - m_new)
-            total = self.total[h].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink[h] - m_new)
+            total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink[g] - m_new)
             safe = jnp.where(total == 0.0, 1.0, total)
-            weighted = self.weighted[h]
+            weighted = self._own(self.weighted[g])
             if self.plan.affine:
-                weighted += self.affine[1][h].sum(axis=1, keepdims=True)
-            out[0, h] = (weighted * (decay / safe)).astype(out.dtype)
-            lse[0, h] = m_new / LOG2_E + jnp.log(total)
+                weighted += self.affine[1][g].sum(axis=1, keepdims=True)
+            out[0, g] = (weighted * (decay / safe)).astype(out.dtype)
+            lse[0, g] = m_new / LOG2_E + jnp.log(total)
 
-    def _parts(self, slot: Scalar, h: int, pieces: range) -> list[jax.Array]:
-        """Some pieces of a head's rows, `[block_tokens, lanes of them]`, for each of the codes of a
-        byte."""
+    def _own(self, weighted: jax.Array) -> jax.Array:
+        """Of what each row of a group took of every head's V, its own head's: `[R, out_lanes]`."""
         plan = self.plan
+        width = len(plan.v_pieces) * plan.lanes
+
+        def of_head(n: int) -> jax.Array:
+            starts = [(part * plan.group + n) * width for part in range(plan.parts)]
+            return jnp.concatenate([weighted[:, start : start + width] for start in starts], axis=1)
+
+        return self._by_row([of_head(n) for n in range(plan.group)])
+
+    def _by_row(self, heads: Sequence[jax.Array]) -> jax.Array:
+        """Takes each row of a group from the array of its head; arrays are of R rows or one."""
+        taken = heads[0]
+        row = lax.broadcasted_iota(jnp.int32, (self.plan.rows, 1), 0)
+        for n, array in enumerate(heads[1:], start=1):
+            taken = jnp.where(row >= n * self.plan.head_rows, array, taken)
+        return taken
+
+    def _of_rows(self, parameters: jax.Array, g: int, kv_index: int) -> jax.Array:
+        """What multiplies the keys of a group's heads, `[R or 1, block_tokens]`, of `[2K, ...]`."""
+        heads = range(g * self.plan.group, (g + 1) * self.plan.group)
+        return self._by_row([parameters[2 * h + kv_index :][:1] for h in heads])
+
+    def _parts(self, slot: Scalar, g: int, pieces: range) -> list[jax.Array]:
+        """Some pieces of the rows of a group's heads, side by side, for each code of a byte:
+        `[block_tokens, group * lanes of them]`."""
+        plan = self.plan
+        heads = range(g * plan.group, (g + 1) * plan.group)
 
         def read(dtype: jnp.dtype) -> jax.Array:
             shape = plan.block_tokens, plan.lanes
-            read = (self.buffers[0][slot, :, h, x].astype(dtype).reshape(shape) for x in pieces)
+            read = (
+                self.buffers[0][slot, :, h, x].astype(dtype).reshape(shape)
+                for h in heads
+                for x in pieces
+            )
             return jnp.concatenate(list(read), axis=1)
 
         if plan.parts == 1:
@@ -131,44 +160,44 @@ class Softmax:
     def _logits(
         self,
         k_parts: list[jax.Array],
-        h: int,
+        g: int,
         scales: jax.Array | None,
         minima: jax.Array | None,
     ) -> jax.Array:
-        options, lanes = self.plan.options, len(self.plan.k_pieces) * self.plan.lanes
+        options, lanes = self.plan.options, k_parts[0].shape[1]
         products = [
-            self._dot(self.q[0, h, :, i * lanes : (i + 1) * lanes], k, 1, 1)
+            self._dot(self.q[0, g, :, i * lanes : (i + 1) * lanes], k, 1, 1)
             for i, k in enumerate(k_parts)
         ]
         x = functools.reduce(operator.add, products)
         if scales is not None:
-            x = x * _row(scales, 2 * h)
+            x = x * self._of_rows(scales, g, 0)
         if minima is not None:
-            x += self.affine[0][h][:, :1] * _row(minima, 2 * h)
+            x += self.affine[0][g][:, :1] * self._of_rows(minima, g, 0)
         if options.soft_cap is None:
             return x * (options.scale * LOG2_E)
         x = jnp.tanh(x * (options.scale / options.soft_cap))
         return x * (options.soft_cap * LOG2_E)
 
-    def _weigh(self, h: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _weigh(self, g: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights of a block's keys, and the factor on what came before."""
-        m = self.maximum[h]
+        m = self.maximum[g]
         m_new = jnp.maximum(m, logits.max(axis=1, keepdims=True))
         finite = finite_or_zero(m_new)
         decay = jnp.exp2(m - finite)
-        weights, total = [], self.total[h] * decay
+        weights, total = [], self.total[g] * decay
         for start in range(0, self.plan.block_tokens, LANES):
             weights.append(jnp.exp2(logits[:, start : start + LANES] - finite))
             total += weights[-1]
-        self.maximum[h], self.total[h] = m_new, total
+        self.maximum[g], self.total[g] = m_new, total
         return jnp.concatenate(weights, axis=1), decay[:, :1]
 
-    def _add_minima(self, h: int, weighted: jax.Array, decay: jax.Array) -> None:
+    def _add_minima(self, g: int, weighted: jax.Array, decay: jax.Array) -> None:
         """Adds what a block's keys add to all channels, `[R, block_tokens]`."""
         minima = self.affine[1]
         parts = range(0, self.plan.block_tokens, LANES)
         added = sum(weighted[:, start : start + LANES] for start in parts)
-        minima[h] = minima[h] * decay + added
+        minima[g] = minima[g] * decay + added
 
     def _visible(self, j: Scalar) -> jax.Array:
         """Which keys of block j each row sees, `[R, block_tokens]`."""
@@ -186,10 +215,6 @@ class Softmax:
             precision=highest,
             preferred_element_type=jnp.float32,
         )
-
-
-def _row(x: jax.Array, i: int) -> jax.Array:
-    return x[i : i + 1]
 
 
 def from_float16(bits: jax.Array) -> jax.Array:

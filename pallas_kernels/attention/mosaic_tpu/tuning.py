@@ -24,14 +24,14 @@ class BlockSizes:
       block_bytes: of K and V of a block, the unit of work.
       block_tokens: keys of a block at most; rounded to whole pages and registers.
       num_buffers: blocks in memory at once, a power of two; all but one are being fetched.
-      heads_ahead: KV heads whose first product is taken ahead of a head's second one.
+      groups_ahead: KV heads whose first product is taken ahead of a head's second one.
       tile_rows: query rows times G of a tile of many rows.
     """
 
     block_bytes: int = 2 << 20
     block_tokens: int = 1024
     num_buffers: int = 2
-    heads_ahead: int = 16
+    groups_ahead: int = 16
     tile_rows: int = 512
 
 
@@ -49,9 +49,9 @@ def block_sizes(tile: Tile, dtype: str) -> BlockSizes:
     else:
         sizes = BlockSizes()
         if dtype == "uint8":  # whose codes, unpacked, are kept from product to product
-            sizes = BlockSizes(block_tokens=256, heads_ahead=0)
+            sizes = BlockSizes(block_tokens=256, groups_ahead=0)
         if tile == "rows":  # whose logits fill the registers by themselves
-            sizes = BlockSizes(block_tokens=512, heads_ahead=1)
+            sizes = BlockSizes(block_tokens=512, groups_ahead=1)
     return sizes
 
 
