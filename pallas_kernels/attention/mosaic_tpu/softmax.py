@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention.mosaic_tpu.plan import LOG2_E, Plan, Ref, Scalar
 from pallas_kernels.online_softmax import finite_or_zero
@@ -132,20 +133,21 @@ class Softmax:
         plan = self.plan
         heads = range(g * plan.group, (g + 1) * plan.group)
 
-        def read(dtype: jnp.dtype) -> jax.Array:
+        def read(part: int) -> jax.Array:
+            rows = [self._code(self.buffers[0][slot, :, h, x], part) for h in heads for x in pieces]
             shape = plan.block_tokens, plan.lanes
-            read = (
-                self.buffers[0][slot, :, h, x].astype(dtype).reshape(shape)
-                for h in heads
-                for x in pieces
-            )
-            return jnp.concatenate(list(read), axis=1)
+            return jnp.concatenate([r.astype(plan.dtype).reshape(shape) for r in rows], axis=1)
 
-        if plan.parts == 1:
-            return [read(plan.dtype)]
-        rows, bits = read(jnp.dtype(jnp.int32)), 8 // plan.parts
-        codes = [rows >> bits * part & (1 << bits) - 1 for part in range(plan.parts)]
-        return [code.astype(jnp.float32).astype(plan.dtype) for code in codes]
+        return [read(part) for part in range(plan.parts)]
+
+    def _code(self, rows: jax.Array, part: int) -> jax.Array:
+        """Of bytes that hold several codes, one of each, as int8; other rows are what they are."""
+        if self.plan.parts == 1:
+            return rows
+        bits = 8 // self.plan.parts
+        mask = 0x01010101 * ((1 << bits) - 1)
+        words = pltpu.bitcast(rows, jnp.int32)  # four bytes at once
+        return pltpu.bitcast(words >> bits * part & mask, jnp.int8)
 
     def _parameters(self, slot: Scalar) -> tuple[jax.Array | None, jax.Array | None]:
         """Scales and minima of a block's codes, `[2K, block_tokens]`, where pages have them."""
