@@ -74,7 +74,9 @@ def check_pages(pages: AnyPages) -> None:
             shape = per_head if pages.is_static else _per_token(pages)
             _require_shape("scales", pages.scales, shape, jnp.float32)
         case AffinePages():
-            require(pages.bits in (2, 4), f"bits must be 2 or 4, got {pages.bits}")
+            bits = (4,) if pages.layout == "paired" else (2, 4)
+            one_of = " or ".join(map(str, bits))
+            require(pages.bits in bits, f"bits must be {one_of}, got {pages.bits}")
             _require_shape("kv", pages.kv, pages.kv.shape, jnp.uint8)
             _require_shape("parameters", pages.parameters, _per_token(pages), jnp.uint32)
         case ChannelPages():

@@ -77,7 +77,8 @@ class AffinePages(Interleaved):
     """Pages of packed codes: `x = code * scale + minimum`, for each token and head.
 
     Attributes:
-      kv: uint8, shaped as in `Pages` with `D * bits / 8` for D (`codes.pack_bits`).
+      kv: uint8, shaped as in `Pages` with `D * bits / 8` for D (`codes.pack_bits`). Where paired,
+        codes have 4 bits and a row D bytes, one a channel: K's code low, V's high.
       parameters: uint32, shaped as the scales of SymmetricPages: the bits of scale, the low half,
         and minimum, float16 both.
       bits: of a code; static.
@@ -103,8 +104,7 @@ class AffinePages(Interleaved):
         self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int = 1
     ) -> jax.Array:
         """See `Pages.read`; float32."""
-        packed = self.read_rows(kv_index, page_ids, offsets, run)
-        code = codes.unpack_bits(packed.reshape(*packed.shape[:-1], run, -1), self.bits)
+        code = self._read_codes(kv_index, page_ids, offsets, run)
         heads = 2 * jnp.arange(self.num_kv_heads) + kv_index
         stored = gather_runs(self.parameters, self.layout, page_ids, offsets, heads, run)
         x = codes.decode_affine(code, codes.unpack_affine(stored[..., None]))
@@ -113,8 +113,25 @@ class AffinePages(Interleaved):
     def encode(self, k: jax.Array, v: jax.Array) -> Rows:
         """See `Pages.encode`."""
         code, parameters = codes.encode_affine(interleave(k, v), self.bits, axis=-1)
-        stored = codes.pack_affine(parameters)[..., 0]
-        return {"kv": codes.pack_bits(code, self.bits), "parameters": stored}
+        if self.layout == "paired":
+            packed = (code[:, 0::2] | code[:, 1::2] << 4).reshape(*code.shape[:2], -1)
+        else:
+            packed = codes.pack_bits(code, self.bits)
+        return {"kv": packed, "parameters": codes.pack_affine(parameters)[..., 0]}
+
+    def _read_codes(
+        self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int
+    ) -> jax.Array:
+        """Gathers codes `[..., K, n, run, D]`."""
+
+        def read(index: int) -> jax.Array:
+            rows = self.read_rows(index, page_ids, offsets, run)
+            return rows.reshape(*rows.shape[:-1], run, self.row_size)
+
+        if self.layout == "paired":
+            row = jnp.concatenate([read(0), read(1)], axis=-1)
+            return row >> 4 * kv_index & 0xF
+        return codes.unpack_bits(read(kv_index), self.bits)
 
 
 @jax.tree_util.register_dataclass

@@ -32,6 +32,7 @@ class Simulated(BitsSuite):
 
     Attributes:
       sizes: of blocks.
+      multiplies_int8: the chip does.
     """
 
     backend = "mosaic_tpu"
@@ -39,6 +40,7 @@ class Simulated(BitsSuite):
     layouts = ("paired",)
     row_options: ClassVar = {"query_tile": 64}
     sizes: ClassVar[BlockSizes]
+    multiplies_int8: ClassVar = True
 
     def skip_reason(self, batch: Batch, pages: Pages) -> str | None:
         if jnp.float16 in (batch.q.dtype, pages.kv.dtype):
@@ -50,6 +52,7 @@ class Simulated(BitsSuite):
     def simulated(cls) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode(SIMULATED):
             patch.setattr(tuning, "block_sizes", lambda *_: cls.sizes)
+            patch.setattr(tuning, "multiplies_int8", lambda: cls.multiplies_int8)
             jax.clear_caches()  # of programs of other sizes
             yield
         pltpu.reset_tpu_interpret_mode_state()
@@ -76,13 +79,20 @@ class TestSmallBlocks(Simulated):
             *(pytest.param(f"fp8_{kind}", 13, marks=pytest.mark.slow) for kind in ("e4m3", "e5m2")),
         ],
     )
-    def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window):
-        check_attention(kind, "paired", "mosaic_tpu", longest=300, window=window)
+    @pytest.mark.parametrize(
+        ("q_dtype", "tolerance"), [("float32", 2e-5), ("bfloat16", 1e-2)], ids=["f32", "bf16"]
+    )
+    def test_attention_over_codes_is_attention_over_what_they_decode_to(
+        self, kind, window, q_dtype, tolerance
+    ):
+        same = dict(q_dtype=q_dtype, tolerance=tolerance)
+        check_attention(kind, "paired", "mosaic_tpu", longest=300, window=window, **same)
 
 
 @pytest.mark.slow
 class TestFourBuffers(Simulated):
     sizes = BlockSizes(block_tokens=128, num_buffers=4, groups_ahead=3, tile_rows=32)
+    multiplies_int8 = False
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from pallas_kernels import (
     AffinePages,
@@ -226,11 +227,13 @@ def check_attention(
     longest: int,
     window: int | None,
     sizes: tuple[int, int] = (P, D),
+    q_dtype: DTypeLike = jnp.float32,
     tolerance: float = 2e-5,
 ) -> None:
     """Of three sequences, the last of them `longest` tokens; `sizes` is (P, D)."""
     P, D = sizes
-    batch = random_batch([21, 8, longest], [3, 1, 20], T=28, heads=(4, K), D=D)
+    dtypes = jnp.dtype(q_dtype), jnp.dtype(jnp.float32)
+    batch = random_batch([21, 8, longest], [3, 1, 20], T=28, heads=(4, K), D=D, dtypes=dtypes)
     placed = place(batch, P=P, M=-(-longest // P), layout=layout)
     num_pages = placed.pages.num_pages
     whole = np.nan_to_num(np.asarray(placed.pages.kv))
@@ -269,7 +272,7 @@ def check_attention(
         return_lse=True,
         backend=backend,
     )
-    np.testing.assert_allclose(got, want, atol=tolerance)
+    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=tolerance)
     np.testing.assert_allclose(lse, want_lse, atol=tolerance)
 
 

@@ -28,6 +28,8 @@ FlashAttention-2, arXiv 2307.08691; the pipeline of pages is that of Ragged Page
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.mosaic_tpu import tuning
+from pallas_kernels.attention.mosaic_tpu import halves, tuning
 from pallas_kernels.attention.mosaic_tpu.fetch import FIELDS, Fetch, TileScalars
 from pallas_kernels.attention.mosaic_tpu.plan import (
     LOG2_E,
@@ -115,7 +117,10 @@ def _attend(
     q = times_fixed_scales(q, pages, 0)
     by_head = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
     by_head = by_head.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
-    grouped = plan.by_group(plan.spread(by_head.astype(plan.dtype)))
+    grouped = plan.by_group(plan.spread(by_head))
+    queries = (
+        halves.split(grouped.astype(jnp.float32)) if plan.halved else (grouped.astype(plan.dtype),)
+    )
     of_rows = jnp.broadcast_to(
         jnp.repeat(bounds, G, axis=1)[:, None], (tiles.count, K, tile * G, 2)
     )
@@ -125,7 +130,7 @@ def _attend(
     sink = plan.by_group(sink) * LOG2_E
     table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
 
-    out, lse = _call(plan, tiles, scalars, grouped, bounds, sink, table, pages, q.dtype)
+    out, lse = _call(plan, tiles, scalars, queries, bounds, sink, table, pages, q.dtype)
 
     index = tiles.place_of(ragged, T, tile)
     out = plan.gather(plan.by_head(out)).reshape(tiles.count, K, tile, G, D)
@@ -170,7 +175,7 @@ def _call(
     plan: Plan,
     tiles: Tiles,
     scalars: jax.Array,
-    q: jax.Array,
+    queries: Sequence[jax.Array],
     bounds: jax.Array,
     sink: jax.Array,
     table: jax.Array,
@@ -189,7 +194,7 @@ def _call(
         num_scalar_prefetch=1,
         grid=(tiles.num_live,),
         in_specs=[
-            of_tile(*q.shape[1:]),
+            *(of_tile(*x.shape[1:]) for x in queries),
             of_tile(R, 2),
             pl.BlockSpec((groups, R, 1), lambda t, *_: (0, 0, 0)),
             *[pl.BlockSpec(memory_space=pltpu.HBM)] * (1 + len(pools)),
@@ -221,27 +226,26 @@ def _call(
             vmem_limit_bytes=tuning.vmem_bytes() * 7 // 8,
         ),
         name="ragged_paged_attention",
-    )(scalars, q, bounds, sink, table, *pools)
+    )(scalars, *queries, bounds, sink, table, *pools)
 
 
 def _kernel(
     plan: Plan,
     count: int,
     scalars: Ref,
-    q: Ref,
-    bounds: Ref,
-    sink: Ref,
-    table: Ref,
-    *refs: Ref,
+    *refs: Any,
 ) -> None:
     """One tile of query rows."""
+    num_queries = 2 if plan.halved else 1
+    queries = refs[:num_queries]
+    bounds, sink, table, *others = refs[num_queries:]
     *pools, out, lse, ids, cursor, buffers, maximum, total, weighted, affine, ids_in, pages_in = (
-        refs
+        others
     )
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = TileScalars(scalars, count)
     fetch = Fetch(plan, tile, table, pools, ids, cursor, buffers, ids_in, pages_in)
-    softmax = Softmax(plan, q, bounds, buffers, maximum, total, weighted, affine)
+    softmax = Softmax(plan, queries, bounds, buffers, maximum, total, weighted, affine)
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
     softmax.clear()

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention.mosaic_tpu import tuning
 from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes, Tile
@@ -25,23 +26,21 @@ class Plan:
     """Static sizes of a call of the kernel.
 
     Attributes:
-      row_size: elements of a page's row that are K, and V: D, less where bytes hold several codes.
+      head_dim: D.
       lanes: of a piece of a row.
-      parts: codes of a byte, or 1; channels `[p row_size, (p + 1) row_size)` are part p.
-      affine: codes have a minimum, too.
+      affine: codes have a minimum, too, and a byte holds one of K and one of V.
       group: KV heads whose query rows share the sublanes of a register.
       head_rows: query rows of a tile times G.
       block_tokens: keys of a block.
       num_buffers, groups_ahead: see `BlockSizes`.
       table_width: page ids of a sequence, rounded up.
-      dtype: in which products are taken.
+      dtype: of the factors of products; where it is int8, q and weights are split (`Halves`).
       options: of the call.
     """
 
     num_kv_heads: int
-    row_size: int
+    head_dim: int
     lanes: int
-    parts: int
     affine: bool
     page_size: int
     group: int
@@ -58,15 +57,13 @@ class Plan:
         cls, q: jax.Array, pages: KernelPages, tile: int, M: int, options: AttentionOptions
     ) -> "Plan":
         K = pages.num_kv_heads
-        f32 = jnp.float32 in (q.dtype, pages.kv.dtype)
         kind = "row" if tile == 1 else "rows"
         sizes = sizes_of(pages, kind)
         rows = tile * (q.shape[1] // K)
         return cls(
             num_kv_heads=K,
-            row_size=pages.row_size,
+            head_dim=pages.head_dim,
             lanes=pages.kv.shape[4],
-            parts=pages.head_dim // pages.row_size,
             affine=isinstance(pages, AffinePages),
             page_size=pages.page_size,
             group=max(n for n in range(1, K + 1) if K % n == 0 and n <= max(1, SUBLANES // rows)),
@@ -75,7 +72,7 @@ class Plan:
             num_buffers=sizes.num_buffers,
             groups_ahead=sizes.groups_ahead,
             table_width=round_up(M, 1024),
-            dtype=jnp.dtype(jnp.float32 if f32 else jnp.bfloat16),
+            dtype=jnp.dtype(_factors(q, pages, kind)),
             options=options,
         )
 
@@ -86,12 +83,24 @@ class Plan:
     @property
     def k_pieces(self) -> range:
         """The pieces of a row that have some of K, which begins it."""
-        return range(-(-self.row_size // self.lanes))
+        return range(-(-self.head_dim // self.lanes))
 
     @property
     def v_pieces(self) -> range:
         """The pieces that have some of V, which ends it."""
-        return range(self.row_size // self.lanes, 2 * self.row_size // self.lanes)
+        if self.affine:
+            return self.k_pieces
+        return range(self.head_dim // self.lanes, 2 * self.head_dim // self.lanes)
+
+    @property
+    def out_lanes(self) -> int:
+        """Of a head's output."""
+        return len(self.v_pieces) * self.lanes
+
+    @property
+    def halved(self) -> bool:
+        """Products are taken in integers."""
+        return self.dtype == jnp.int8
 
     @property
     def num_groups(self) -> int:
@@ -101,11 +110,6 @@ class Plan:
     def rows(self) -> int:
         """R, the query rows of a group, rounded up."""
         return round_up(self.group * self.head_rows, SUBLANES)
-
-    @property
-    def out_lanes(self) -> int:
-        """Of a head's output: V's pieces, for each code of a byte."""
-        return self.parts * len(self.v_pieces) * self.lanes
 
     def by_group(self, x: jax.Array) -> jax.Array:
         """Brings `[..., K, head_rows, n]` into `[..., groups, R, n]`."""
@@ -118,33 +122,38 @@ class Plan:
         return x.reshape(*x.shape[:-3], self.num_kv_heads, self.head_rows, x.shape[-1])
 
     def spread(self, q: jax.Array) -> jax.Array:
-        """Puts q where K is in an operand of a group's heads, 0 elsewhere.
+        """Puts q where K is in the pieces of a group's heads, side by side, and 0 elsewhere.
 
         Args:
           q: `[..., K, head_rows, D]`.
 
         Returns:
-          `[..., K, head_rows, parts * group * lanes of K's pieces]`: for each code of a byte, for
-          each head of the group, its pieces.
+          `[..., K, head_rows, group * lanes of K's pieces]`.
         """
-        heads = self.num_groups, self.group, self.head_rows
-        q = q.reshape(*q.shape[:-3], *heads, self.parts, 1, self.row_size)
-        q = self._fill(q, -1, len(self.k_pieces) * self.lanes)
-        own = jnp.eye(self.group, dtype=bool)[:, None, None, :, None]
-        q = jnp.where(own, q, jnp.zeros_like(q))
-        return q.reshape(*q.shape[:-6], self.num_kv_heads, self.head_rows, -1)
+        K, lanes = self.num_kv_heads, len(self.k_pieces) * self.lanes
+        q = self._fill(q, -1, lanes)[..., None, :]
+        own = jnp.arange(K)[:, None] % self.group == jnp.arange(self.group)[None]
+        q = jnp.where(own[:, None, :, None], q, jnp.zeros_like(q))
+        return q.reshape(*q.shape[:-2], self.group * lanes)
 
     def gather(self, out: jax.Array) -> jax.Array:
         """Takes `[..., D]` out of `[..., out_lanes]`."""
-        out = out.reshape(*out.shape[:-1], self.parts, len(self.v_pieces) * self.lanes)
-        out = out[..., out.shape[-1] - self.row_size :]
-        return out.reshape(*out.shape[:-2], self.parts * self.row_size)
+        return out[..., self.out_lanes - self.head_dim :]
 
     def _fill(self, x: jax.Array, axis: int, size: int) -> jax.Array:
         """Adds zeros behind an axis, up to a size."""
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, size - x.shape[axis])
         return jnp.pad(x, widths)
+
+
+def _factors(q: jax.Array, pages: KernelPages, tile: Tile) -> DTypeLike:
+    """In which type products are taken."""
+    if jnp.float32 in (q.dtype, pages.kv.dtype):
+        return jnp.float32
+    is_int = jnp.issubdtype(pages.kv.dtype, jnp.integer)
+    # Many rows are worth the conversion of a block's codes, and cost more in halves.
+    return jnp.int8 if is_int and tile == "row" and tuning.multiplies_int8() else jnp.bfloat16
 
 
 def block_tokens(pages: KernelPages, tile: Tile) -> int:

@@ -1,7 +1,5 @@
 """The arithmetic of the TPU kernel: blocks of keys into the online softmax of a tile."""
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.attention.mosaic_tpu import halves
 from pallas_kernels.attention.mosaic_tpu.plan import LOG2_E, Plan, Ref, Scalar
 from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.pages import LANES
@@ -25,7 +24,7 @@ class Softmax:
     """
 
     plan: Plan
-    q: Ref
+    queries: Sequence[Ref]  # q, or its halves and their factor
     bounds: Ref
     buffers: Sequence[Ref]
     maximum: Ref
@@ -38,7 +37,9 @@ class Softmax:
         if self.plan.affine:
             q_sum, minima = self.affine
             for g in range(self.plan.num_groups):
-                row = self.q[0, g].astype(jnp.float32).sum(axis=1, keepdims=True)
+                row = self.queries[0][0, g].astype(jnp.float32).sum(axis=1, keepdims=True)
+                if self.plan.halved:
+                    row = halves.join(row) * self.queries[1][0, g]
                 q_sum[g] = jnp.broadcast_to(row, q_sum.shape[1:])
             minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
@@ -63,14 +64,13 @@ class Softmax:
             compiler then lays under the products.
         """
         # Some groups' first products go ahead: their softmax then runs under other products.
-        groups, k_parts, logits = self.plan.num_groups, {}, {}
+        groups, logits = self.plan.num_groups, {}
         visible = self._visible(j) if masked else None
         scales, minima = self._parameters(slot)
         lead = min(self.plan.groups_ahead, groups)
         for i in range(groups + lead):
             if i < groups:
-                k_parts[i] = self._parts(slot, i, self.plan.k_pieces)
-                logits[i] = self._logits(k_parts[i], i, scales, minima)
+                logits[i] = self._logits(slot, i, scales, minima)
                 if visible is not None:
                     logits[i] = jnp.where(visible, logits[i], -jnp.inf)
             g = i - lead
@@ -82,12 +82,7 @@ class Softmax:
                 self._add_minima(g, weights * self._of_rows(minima, g, 1), decay)
             if scales is not None:
                 weights = weights * self._of_rows(scales, g, 1)
-            weights = weights.astype(self.plan.dtype)
-            v_parts = k_parts.pop(g)
-            if self.plan.parts == 1 or self.plan.k_pieces != self.plan.v_pieces:
-                v_parts = self._parts(slot, g, self.plan.v_pieces)  # loads cost less than registers
-            added = jnp.concatenate([self._dot(weights, v, 1, 0) for v in v_parts], axis=1)
-            self.weighted[g] = self.weighted[g] * decay + added
+            self.weighted[g] = self.weighted[g] * decay + self._weighted(slot, g, weights)
 
     def finish(self, sink: Ref, out: Ref, lse: Ref) -> None:
         """Normalises; the sink joins the denominator here, once."""
@@ -105,14 +100,7 @@ class Softmax:
 
     def _own(self, weighted: jax.Array) -> jax.Array:
         """Of what each row of a group took of every head's V, its own head's: `[R, out_lanes]`."""
-        plan = self.plan
-        width = len(plan.v_pieces) * plan.lanes
-
-        def of_head(n: int) -> jax.Array:
-            starts = [(part * plan.group + n) * width for part in range(plan.parts)]
-            return jnp.concatenate([weighted[:, start : start + width] for start in starts], axis=1)
-
-        return self._by_row([of_head(n) for n in range(plan.group)])
+        return self._by_row(jnp.split(weighted, self.plan.group, axis=1))
 
     def _by_row(self, heads: Sequence[jax.Array]) -> jax.Array:
         """Takes each row of a group from the array of its head; arrays are of R rows or one."""
@@ -127,27 +115,23 @@ class Softmax:
         heads = range(g * self.plan.group, (g + 1) * self.plan.group)
         return self._by_row([parameters[2 * h + kv_index :][:1] for h in heads])
 
-    def _parts(self, slot: Scalar, g: int, pieces: range) -> list[jax.Array]:
-        """Some pieces of the rows of a group's heads, side by side, for each code of a byte:
-        `[block_tokens, group * lanes of them]`."""
-        plan = self.plan
-        heads = range(g * plan.group, (g + 1) * plan.group)
+    def _operand(self, slot: Scalar, g: int, kv_index: int) -> jax.Array:
+        """The pieces with K, or V, of a group's heads, side by side: `[block_tokens, ...]`."""
+        plan, buffer = self.plan, self.buffers[0]
+        shape = plan.block_tokens, plan.lanes
+        pieces = [
+            self._codes(buffer[slot, :, h, x], kv_index).astype(plan.dtype).reshape(shape)
+            for h in range(g * plan.group, (g + 1) * plan.group)
+            for x in (plan.v_pieces if kv_index else plan.k_pieces)
+        ]
+        return jnp.concatenate(pieces, axis=1)
 
-        def read(part: int) -> jax.Array:
-            rows = [self._code(self.buffers[0][slot, :, h, x], part) for h in heads for x in pieces]
-            shape = plan.block_tokens, plan.lanes
-            return jnp.concatenate([r.astype(plan.dtype).reshape(shape) for r in rows], axis=1)
-
-        return [read(part) for part in range(plan.parts)]
-
-    def _code(self, rows: jax.Array, part: int) -> jax.Array:
-        """Of bytes that hold several codes, one of each, as int8; other rows are what they are."""
-        if self.plan.parts == 1:
-            return rows
-        bits = 8 // self.plan.parts
-        mask = 0x01010101 * ((1 << bits) - 1)
-        words = pltpu.bitcast(rows, jnp.int32)  # four bytes at once
-        return pltpu.bitcast(words >> bits * part & mask, jnp.int8)
+    def _codes(self, piece: jax.Array, kv_index: int) -> jax.Array:
+        """K's or V's half of bytes that hold both, as int8; other rows are what they are."""
+        if not self.plan.affine:
+            return piece
+        words = pltpu.bitcast(piece, jnp.int32)  # four bytes at once
+        return pltpu.bitcast(words >> 4 * kv_index & 0x0F0F0F0F, jnp.int8)
 
     def _parameters(self, slot: Scalar) -> tuple[jax.Array | None, jax.Array | None]:
         """Scales and minima of a block's codes, `[2K, block_tokens]`, where pages have them."""
@@ -160,18 +144,12 @@ class Softmax:
         return from_float16(stored & 0xFFFF), from_float16(stored >> 16)
 
     def _logits(
-        self,
-        k_parts: list[jax.Array],
-        g: int,
-        scales: jax.Array | None,
-        minima: jax.Array | None,
+        self, slot: Scalar, g: int, scales: jax.Array | None, minima: jax.Array | None
     ) -> jax.Array:
-        options, lanes = self.plan.options, k_parts[0].shape[1]
-        products = [
-            self._dot(self.q[0, g, :, i * lanes : (i + 1) * lanes], k, 1, 1)
-            for i, k in enumerate(k_parts)
-        ]
-        x = functools.reduce(operator.add, products)
+        options = self.plan.options
+        x = self._dot(self.queries[0][0, g], self._operand(slot, g, 0), 1, 1)
+        if self.plan.halved:
+            x = halves.join(x) * self.queries[1][0, g]
         if scales is not None:
             x = x * self._of_rows(scales, g, 0)
         if minima is not None:
@@ -194,6 +172,14 @@ class Softmax:
         self.maximum[g], self.total[g] = m_new, total
         return jnp.concatenate(weights, axis=1), decay[:, :1]
 
+    def _weighted(self, slot: Scalar, g: int, weights: jax.Array) -> jax.Array:
+        """What a block's keys add of V, by weight: `[R, group * out_lanes]`."""
+        v = self._operand(slot, g, 1)
+        if self.plan.halved:
+            weights, factor = halves.split(weights)
+            return halves.join(self._dot(weights, v, 1, 0)) * factor
+        return self._dot(weights.astype(self.plan.dtype), v, 1, 0)
+
     def _add_minima(self, g: int, weighted: jax.Array, decay: jax.Array) -> None:
         """Adds what a block's keys add to all channels, `[R, block_tokens]`."""
         minima = self.affine[1]
@@ -215,7 +201,7 @@ class Softmax:
             b,
             (((axis_a,), (axis_b,)), ((), ())),
             precision=highest,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=jnp.int32 if self.plan.halved else jnp.float32,
         )
 
 

@@ -24,14 +24,14 @@ class BlockSizes:
       block_bytes: of K and V of a block, the unit of work.
       block_tokens: keys of a block at most; rounded to whole pages and registers.
       num_buffers: blocks in memory at once, a power of two; all but one are being fetched.
-      groups_ahead: KV heads whose first product is taken ahead of a head's second one.
+      groups_ahead: groups of KV heads whose first product is taken ahead of a group's second one.
       tile_rows: query rows times G of a tile of many rows.
     """
 
     block_bytes: int = 2 << 20
     block_tokens: int = 1024
     num_buffers: int = 2
-    groups_ahead: int = 16
+    groups_ahead: int = 2
     tile_rows: int = 512
 
 
@@ -48,8 +48,6 @@ def block_sizes(tile: Tile, dtype: str) -> BlockSizes:
             break
     else:
         sizes = BlockSizes()
-        if dtype == "uint8":  # whose codes, unpacked, are kept from product to product
-            sizes = BlockSizes(block_tokens=256, groups_ahead=0)
         if tile == "rows":  # whose logits fill the registers by themselves
             sizes = BlockSizes(block_tokens=512, groups_ahead=1)
     return sizes
@@ -58,6 +56,11 @@ def block_sizes(tile: Tile, dtype: str) -> BlockSizes:
 def vmem_bytes() -> int:
     """Fast memory of the chip that is compiled for; the smallest of all where it is unknown."""
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 16 << 20
+
+
+def multiplies_int8() -> bool:
+    """The chip that is compiled for has matrix units for int8."""
+    return pltpu.is_tpu_device() and pltpu.get_tpu_info().int8_ops_per_second > 0
 
 
 def _chip() -> str:
