@@ -32,7 +32,7 @@ class Simulated(BitsSuite):
 
     Attributes:
       sizes: of blocks.
-      multiplies_int8: the chip does.
+      multiplies: the chip has products of codes.
     """
 
     backend = "mosaic_tpu"
@@ -40,7 +40,7 @@ class Simulated(BitsSuite):
     layouts = ("paired",)
     row_options: ClassVar = {"query_tile": 64}
     sizes: ClassVar[BlockSizes]
-    multiplies_int8: ClassVar = True
+    multiplies: ClassVar = True
 
     def skip_reason(self, batch: Batch, pages: Pages) -> str | None:
         if jnp.float16 in (batch.q.dtype, pages.kv.dtype):
@@ -52,7 +52,7 @@ class Simulated(BitsSuite):
     def simulated(cls) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode(SIMULATED):
             patch.setattr(tuning, "block_sizes", lambda *_: cls.sizes)
-            patch.setattr(tuning, "multiplies_int8", lambda: cls.multiplies_int8)
+            patch.setattr(tuning, "multiplies", lambda _: cls.multiplies)
             jax.clear_caches()  # of programs of other sizes
             yield
         pltpu.reset_tpu_interpret_mode_state()
@@ -92,7 +92,7 @@ class TestSmallBlocks(Simulated):
 @pytest.mark.slow
 class TestFourBuffers(Simulated):
     sizes = BlockSizes(block_tokens=128, num_buffers=4, groups_ahead=3, tile_rows=32)
-    multiplies_int8 = False
+    multiplies = False
 
 
 @pytest.mark.slow

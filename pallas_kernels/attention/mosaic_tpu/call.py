@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.mosaic_tpu import halves, tuning
+from pallas_kernels.attention.mosaic_tpu import operands, tuning
 from pallas_kernels.attention.mosaic_tpu.fetch import FIELDS, Fetch, TileScalars
 from pallas_kernels.attention.mosaic_tpu.plan import (
     LOG2_E,
@@ -118,9 +118,10 @@ def _attend(
     by_head = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
     by_head = by_head.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
     grouped = plan.by_group(plan.spread(by_head))
-    queries = (
-        halves.split(grouped.astype(jnp.float32)) if plan.halved else (grouped.astype(plan.dtype),)
-    )
+    if plan.splits:
+        queries = operands.split(grouped.astype(jnp.float32), plan.dtype)
+    else:
+        queries = (grouped.astype(plan.dtype),)
     of_rows = jnp.broadcast_to(
         jnp.repeat(bounds, G, axis=1)[:, None], (tiles.count, K, tile * G, 2)
     )
@@ -236,7 +237,7 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """One tile of query rows."""
-    num_queries = 2 if plan.halved else 1
+    num_queries = 2 if plan.splits else 1
     queries = refs[:num_queries]
     bounds, sink, table, *others = refs[num_queries:]
     *pools, out, lse, ids, cursor, buffers, maximum, total, weighted, affine, ids_in, pages_in = (

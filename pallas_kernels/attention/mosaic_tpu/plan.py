@@ -34,7 +34,7 @@ class Plan:
       block_tokens: keys of a block.
       num_buffers, groups_ahead: see `BlockSizes`.
       table_width: page ids of a sequence, rounded up.
-      dtype: of the factors of products; where it is int8, q and weights are split (`Halves`).
+      dtype: of the factors of products; of one byte, q and weights are split (`operands`).
       options: of the call.
     """
 
@@ -98,9 +98,9 @@ class Plan:
         return len(self.v_pieces) * self.lanes
 
     @property
-    def halved(self) -> bool:
-        """Products are taken in integers."""
-        return self.dtype == jnp.int8
+    def splits(self) -> bool:
+        """Products are taken in the type of the codes."""
+        return self.dtype.itemsize == 1
 
     @property
     def num_groups(self) -> int:
@@ -151,9 +151,9 @@ def _factors(q: jax.Array, pages: KernelPages, tile: Tile) -> DTypeLike:
     """In which type products are taken."""
     if jnp.float32 in (q.dtype, pages.kv.dtype):
         return jnp.float32
-    is_int = jnp.issubdtype(pages.kv.dtype, jnp.integer)
-    # Many rows are worth the conversion of a block's codes, and cost more in halves.
-    return jnp.int8 if is_int and tile == "row" and tuning.multiplies_int8() else jnp.bfloat16
+    codes = jnp.int8 if isinstance(pages, AffinePages) else pages.kv.dtype
+    # Many rows are worth the conversion of a block's codes, and cost more in parts.
+    return codes if tile == "row" and tuning.multiplies(codes) else jnp.bfloat16
 
 
 def block_tokens(pages: KernelPages, tile: Tile) -> int:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.mosaic_tpu import halves
+from pallas_kernels.attention.mosaic_tpu import operands
 from pallas_kernels.attention.mosaic_tpu.plan import LOG2_E, Plan, Ref, Scalar
 from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.pages import LANES
@@ -38,8 +37,8 @@ class Softmax:
             q_sum, minima = self.affine
             for g in range(self.plan.num_groups):
                 row = self.queries[0][0, g].astype(jnp.float32).sum(axis=1, keepdims=True)
-                if self.plan.halved:
-                    row = halves.join(row) * self.queries[1][0, g]
+                if self.plan.splits:
+                    row = operands.join(row, self.plan.dtype) * self.queries[1][0, g]
                 q_sum[g] = jnp.broadcast_to(row, q_sum.shape[1:])
             minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
@@ -119,19 +118,19 @@ class Softmax:
         """The pieces with K, or V, of a group's heads, side by side: `[block_tokens, ...]`."""
         plan, buffer = self.plan, self.buffers[0]
         shape = plan.block_tokens, plan.lanes
+
+        def read(h: int, x: int) -> jax.Array:
+            rows = buffer[slot, :, h, x]
+            if plan.affine:
+                rows = operands.halve(rows, kv_index)
+            return rows.astype(plan.dtype).reshape(shape)
+
         pieces = [
-            self._codes(buffer[slot, :, h, x], kv_index).astype(plan.dtype).reshape(shape)
+            read(h, x)
             for h in range(g * plan.group, (g + 1) * plan.group)
             for x in (plan.v_pieces if kv_index else plan.k_pieces)
         ]
         return jnp.concatenate(pieces, axis=1)
-
-    def _codes(self, piece: jax.Array, kv_index: int) -> jax.Array:
-        """K's or V's half of bytes that hold both, as int8; other rows are what they are."""
-        if not self.plan.affine:
-            return piece
-        words = pltpu.bitcast(piece, jnp.int32)  # four bytes at once
-        return pltpu.bitcast(words >> 4 * kv_index & 0x0F0F0F0F, jnp.int8)
 
     def _parameters(self, slot: Scalar) -> tuple[jax.Array | None, jax.Array | None]:
         """Scales and minima of a block's codes, `[2K, block_tokens]`, where pages have them."""
@@ -148,8 +147,8 @@ class Softmax:
     ) -> jax.Array:
         options = self.plan.options
         x = self._dot(self.queries[0][0, g], self._operand(slot, g, 0), 1, 1)
-        if self.plan.halved:
-            x = halves.join(x) * self.queries[1][0, g]
+        if self.plan.splits:
+            x = operands.join(x, self.plan.dtype) * self.queries[1][0, g]
         if scales is not None:
             x = x * self._of_rows(scales, g, 0)
         if minima is not None:
@@ -175,9 +174,9 @@ class Softmax:
     def _weighted(self, slot: Scalar, g: int, weights: jax.Array) -> jax.Array:
         """What a block's keys add of V, by weight: `[R, group * out_lanes]`."""
         v = self._operand(slot, g, 1)
-        if self.plan.halved:
-            weights, factor = halves.split(weights)
-            return halves.join(self._dot(weights, v, 1, 0)) * factor
+        if self.plan.splits:
+            weights, factor = operands.split(weights, self.plan.dtype)
+            return operands.join(self._dot(weights, v, 1, 0), self.plan.dtype) * factor
         return self._dot(weights.astype(self.plan.dtype), v, 1, 0)
 
     def _add_minima(self, g: int, weighted: jax.Array, decay: jax.Array) -> None:
@@ -196,12 +195,13 @@ class Softmax:
 
     def _dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
         highest = lax.Precision.HIGHEST if self.plan.dtype == jnp.float32 else None
+        sums = jnp.int32 if self.plan.dtype == jnp.int8 else jnp.float32
         return lax.dot_general(
             a,
             b,
             (((axis_a,), (axis_b,)), ((), ())),
             precision=highest,
-            preferred_element_type=jnp.int32 if self.plan.halved else jnp.float32,
+            preferred_element_type=sums,
         )
 
 

@@ -10,7 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 TABLES = Path(__file__).parent / "tuned"
 Tile = Literal["row", "rows"]
@@ -58,9 +60,14 @@ def vmem_bytes() -> int:
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 16 << 20
 
 
-def multiplies_int8() -> bool:
-    """The chip that is compiled for has matrix units for int8."""
-    return pltpu.is_tpu_device() and pltpu.get_tpu_info().int8_ops_per_second > 0
+def multiplies(dtype: DTypeLike) -> bool:
+    """The chip that is compiled for has products of this type of one byte."""
+    if not pltpu.is_tpu_device():
+        return False
+    info = pltpu.get_tpu_info()
+    if jnp.issubdtype(dtype, jnp.integer):
+        return info.int8_ops_per_second > 0
+    return info.generation >= 5
 
 
 def _chip() -> str:
