@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-_BITS = 12  # that parts of float8 keep together
+_BITS = 9  # that parts of float8 keep together, as bfloat16 does
 
 
 def num_parts(dtype: DTypeLike) -> int:
@@ -29,7 +29,7 @@ def split(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
 
     Args:
       x: `[..., R, n]` float32.
-      dtype: int8, which keeps 15 bits of the largest element, or float8, which keeps 12 of each
+      dtype: int8, which keeps 15 bits of the largest element, or float8, which keeps 9 of each
         element, those aside that are below 2^-15 (e4m3) or 2^-30 (e5m2) of the largest.
 
     Returns:
@@ -46,9 +46,9 @@ def split(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         return jnp.concatenate([high, code - (high << 7)], axis=-2).astype(dtype), factor
     parts = []
     for _ in range(num_parts(dtype)):
-        code, cut = _truncate(x, dtype)
+        code, value = _round(x, dtype)
         parts.append(code)
-        x = x - cut
+        x = x - value
     code = jnp.concatenate(parts, axis=-2).astype(jnp.int8)
     return lax.bitcast_convert_type(code, dtype), factor
 
@@ -59,16 +59,16 @@ def join(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return sum(others, first * 128.0 if jnp.issubdtype(dtype, jnp.integer) else first)
 
 
-def _truncate(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """The bits of float8 nearest to 0 from float32, and their values; what has no implicit leading
-    1 is 0. Not a conversion, which takes many instructions where a chip has none."""
+def _round(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Bits of float8, and their values; where there is no implicit leading 1 bits are 0. Not a
+    conversion, which takes many instructions on most chips."""
     info = jnp.finfo(dtype)
     dropped = 23 - info.nmant
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    cut = bits >> dropped << dropped
+    kept = (bits + (1 << dropped - 1)) >> dropped << dropped
     least = np.float32(info.smallest_normal).view(np.int32) - (1 << 23)  # exponent 0 of float8
-    size = jnp.maximum((cut & 0x7FFFFFFF) - int(least), 0) >> dropped
-    return size | (bits >> 24 & 0x80), lax.bitcast_convert_type(cut, jnp.float32)
+    size = jnp.maximum((kept & 0x7FFFFFFF) - int(least), 0) >> dropped
+    return size | (bits >> 24 & 0x80), lax.bitcast_convert_type(kept, jnp.float32)
 
 
 def halve(rows: jax.Array, half: int) -> jax.Array:

@@ -1,0 +1,65 @@
+"""Factors of the TPU kernel's products, split into parts of one byte, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention.mosaic_tpu.operands import join, num_parts, split
+
+DTYPES = [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2]
+# Of the row's largest element, and of the element itself.
+ERRORS = {
+    "int8": (0.5 / 16256, 0.0),
+    "float8_e4m3fn": (2**-15, 2**-12),
+    "float8_e5m2": (2**-30, 2**-9),
+}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+
+
+def whole(x: np.ndarray, dtype: type) -> np.ndarray:
+    """What the parts of rows are together, summed in float64."""
+    parts, factor = split(jnp.asarray(x), dtype)
+    assert parts.dtype == dtype
+    assert parts.shape == (num_parts(dtype) * len(x), x.shape[1])
+    weights = (128, 1) if dtype == jnp.int8 else (1, 1, 1)
+    parts = np.asarray(parts.astype(jnp.float32), np.float64).reshape(len(weights), *x.shape)
+    return np.tensordot(weights, parts, 1) * np.asarray(factor, np.float64)
+
+
+@every_dtype
+def test_parts_are_the_whole_to_their_bits_at_any_size_of_row_and_element(dtype):
+    rng = np.random.default_rng(0)
+    sizes = 2.0 ** rng.integers(-60, 60, (40, 1)) * 2.0 ** -rng.integers(0, 30, (40, 257))
+    x = (rng.uniform(-2, 2, (40, 257)) * sizes).astype(np.float32)
+    of_row, of_element = ERRORS[dtype.__name__]
+    allowed = of_row * np.abs(x).max(axis=1, keepdims=True) + of_element * np.abs(x)
+    assert (np.abs(whole(x, dtype) - x) <= allowed * (1 + 1e-5)).all()
+
+
+@every_dtype
+def test_rows_of_zeros_and_single_elements_come_back(dtype):
+    x = np.zeros((3, 130), np.float32)
+    x[1, 7], x[2, 129] = 3.0, -1e-20
+    np.testing.assert_allclose(whole(x, dtype), x, rtol=1e-4)
+
+
+@every_dtype
+def test_a_row_of_nan_leaves_the_others_as_they_are(dtype):
+    x = np.random.default_rng(1).standard_normal((3, 128)).astype(np.float32)
+    poisoned = x.copy()
+    poisoned[1] = np.nan
+    kept = [0, 2]
+    np.testing.assert_array_equal(whole(poisoned, dtype)[kept], whole(x, dtype)[kept])
+
+
+@every_dtype
+def test_a_product_of_parts_is_the_product_of_the_whole(dtype):
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((8, 128)).astype(np.float32)
+    codes = jnp.asarray(rng.integers(-12, 13, (128, 64)), jnp.float32).astype(dtype)
+    parts, factor = split(jnp.asarray(x), dtype)
+    sums = jnp.int32 if dtype == jnp.int8 else jnp.float32
+    product = join(jax.lax.dot(parts, codes, preferred_element_type=sums), dtype) * factor
+    want = whole(x, dtype) @ np.asarray(codes.astype(jnp.float32), np.float64)
+    np.testing.assert_allclose(product, want, rtol=1e-5, atol=1e-4)
