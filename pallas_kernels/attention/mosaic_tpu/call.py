@@ -1,6 +1,7 @@
 """Ragged paged attention for TPUs: one kernel that streams pages past tiles of query rows.
 
-    grid       one step a tile of rows; the G heads that share a KV head are rows of the same tile
+    grid       one step a tile of rows; the G heads that share a KV head are rows of the same tile,
+               and so are those of a group of KV heads where all fit into a register
     keys       a tile walks the blocks of keys that its rows see, with an online softmax
     pages      come by one DMA each, K and V of every head, `num_buffers - 1` blocks ahead: the
                last blocks of a tile already fetch the first ones of the next
@@ -22,9 +23,9 @@ some of both, it is an operand of both products as it is: q is 0 in V's lanes, a
 output are dropped.
 
 Codes come with the parameters of their page by a second DMA; fixed scales go into the queries and
-the output. Parameters multiply logits and weights, a number a key, not the codes. Source:
-FlashAttention-2, arXiv 2307.08691; the pipeline of pages is that of Ragged Paged Attention, arXiv
-2604.15464.
+the output. Parameters multiply logits and weights, a number a key, not the codes, which a tile of
+one row multiplies as they are where the chip can. Source: FlashAttention-2, arXiv 2307.08691; the
+pipeline of pages is that of Ragged Paged Attention, arXiv 2604.15464.
 """
 
 import functools
@@ -122,10 +123,9 @@ def _attend(
         queries = operands.split(grouped.astype(jnp.float32), plan.dtype)
     else:
         queries = (grouped.astype(plan.dtype),)
-    of_rows = jnp.broadcast_to(
-        jnp.repeat(bounds, G, axis=1)[:, None], (tiles.count, K, tile * G, 2)
-    )
-    bounds = plan.by_group(of_rows)[:, 0]  # equal for all groups
+    bounds = jnp.repeat(bounds, G, axis=1)[:, None]
+    bounds = jnp.broadcast_to(bounds, (tiles.count, K, tile * G, 2))
+    bounds = plan.by_group(bounds)[:, 0]  # equal in all groups
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
     sink = jnp.broadcast_to(sink.reshape(K, 1, G), (K, tile, G)).reshape(K, tile * G, 1)
     sink = plan.by_group(sink) * LOG2_E

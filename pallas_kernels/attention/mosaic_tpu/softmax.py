@@ -17,13 +17,18 @@ from pallas_kernels.pages import LANES
 class Softmax:
     """The online softmax of one tile, logits in units of log 2.
 
-    `total` keeps a partial sum a lane, `maximum` the same value in all lanes. Where codes have a
-    minimum, `affine` holds the sum of a row's q, by which K's minima multiply, in all lanes, and
-    the sum of V's minima by weight, in parts a lane.
+    The KV heads of a group are worked on at once: their keys lie side by side in one operand, in
+    which q is 0 where another head's keys are, and of what a row takes of all their V its own
+    head's part counts in the end.
+
+    `queries` is q, or its parts and their factor (`operands.split`). `total` keeps a partial sum a
+    lane, `maximum` the same value in all lanes. Where codes have a minimum, `affine` holds the sum
+    of a row's q, by which K's minima multiply, in all lanes, and the sum of V's minima by weight,
+    in parts a lane.
     """
 
     plan: Plan
-    queries: Sequence[Ref]  # q, or its halves and their factor
+    queries: Sequence[Ref]
     bounds: Ref
     buffers: Sequence[Ref]
     maximum: Ref
