@@ -35,7 +35,8 @@ from scripts import console
 
 COMMAND = (sys.executable, "-m", "scripts.device_worker")
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = {True: 60.0, False: 600.0}  # of an answer, on a GPU and simulated
+SECONDS = {"correct": 60.0, "copy": 60.0, "decode": 60.0, "model": 120.0}  # of an answer, at most
+SIMULATED = 10  # times as many
 START_SECONDS = 120.0
 MODEL_MINUTES = 1.5  # that are left for the model's steps
 Found = dict[str, Any]  # the cells of a row
@@ -192,7 +193,7 @@ class Run:
         if self.left <= reserve:
             found: Found = dict(reason="no time was left")
         else:
-            seconds = min(SECONDS[self.real], self.left)
+            seconds = min(SECONDS[section] * (1 if self.real else SIMULATED), self.left)
             try:
                 if self._worker is None:
                     self.start()

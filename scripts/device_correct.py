@@ -103,9 +103,9 @@ def _batch(shape: Shape, simulated: bool) -> Batch:
     before = [*before, *rng.integers(0, longest, B)]
     # One query alone may be without a key.
     lens = [int(n) + (few if few > 1 else 0) for n, few in zip(before, q_lens, strict=False)]
-    reason = mosaic_gpu.refusal(
-        shape.q, shape.pages("head_major"), jax.ShapeDtypeStruct((B, 1), jnp.int32)
-    )
+    q: Any = shape.q
+    table: Any = jax.ShapeDtypeStruct((B, 1), jnp.int32)
+    reason = mosaic_gpu.refusal(q, shape.pages("head_major"), table)
     if reason:
         raise Unavailable(f"refused: {reason}")
     given = random_input(lens, shape.dtype, shape.H, shape.K, shape.D, shape.P, T=T, poisoned=True)

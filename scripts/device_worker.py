@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import jax
@@ -28,7 +28,7 @@ from pallas_kernels.targets.cases import NAMES
 from scripts.device_correct import EXTRAS, check, difference, random_input
 from scripts.device_peers import SYSTEMS, Attend, Input, Jitted, Unavailable
 
-COPY_BYTES = 2 << 30
+COPY_BYTES = 1 << 30
 PACKAGES = ("jax", "jaxlib", "torch", "flashinfer-python", "flash-attn-3")
 MODEL = "smollm2-135m, 32 x 512"
 Found = dict[str, Any]  # the cells of a row
@@ -72,6 +72,38 @@ def loads() -> list[Load]:
     ]
 
 
+class Timed:
+    """A load's input, and what `xla` makes of it.
+
+    Attributes:
+      load: it.
+    """
+
+    def __init__(self, load: Load):
+        self.load = load
+        self._given = load.input()
+        self._xla = SYSTEMS["xla"](self._given)
+        self._truth: np.ndarray | None = None
+        with contextlib.suppress(Exception):  # then its own row says why
+            self._truth = _numpy(self._xla())
+
+    def run(self, system: str, real: bool) -> Found:
+        """How far a system is off, and on a GPU its time.
+
+        Raises:
+          Unavailable: it cannot run here.
+          ValueError: its answer is wrong.
+        """
+        attend = self._xla if system == "xla" else SYSTEMS[system](self._given)
+        out, found = _numpy(attend()), {}
+        if self._truth is not None:
+            found = dict(off=difference(out, self._truth, name="out"))
+        if not real:
+            return found
+        found |= _timed(attend)
+        return found | dict(bytes_per_second=self.load.bytes / found["seconds"])
+
+
 TOY_NAMES = ("decode-bf16-h4-k2-d64-p16", "prefill-bf16-h4-k2-d64-p16")
 TOY_LOADS = [Load(name="3 x 40", lens=[40] * 3, H=4, K=2, D=64, P=16)]
 
@@ -80,7 +112,7 @@ def questions(real: bool) -> Iterator[tuple[str, str, str]]:
     """Section, name and system of all rows, in order."""
     for name in (*(NAMES if real else TOY_NAMES), *EXTRAS):
         yield "correct", name, "mosaic_gpu"
-    yield "copy", "2 GiB", "xla"
+    yield "copy", f"{COPY_BYTES >> 30} GiB", "xla"
     for load in loads() if real else TOY_LOADS:
         for system in SYSTEMS:
             yield "decode", load.name, system
@@ -94,13 +126,11 @@ class Answers:
 
     Attributes:
       real: there is a GPU.
-      load, given, truth: what was asked for last, its input, and what `xla` makes of it.
+      timed: the load that was asked for last.
     """
 
     real: bool
-    load: Load | None = None
-    given: Input | None = None
-    truth: np.ndarray | None = field(default=None, repr=False)
+    timed: Timed | None = None
 
     def find(self, section: str, name: str, system: str) -> Found:
         """The cells of a row; without any, `reason`, and `failed` where that is a fault."""
@@ -123,26 +153,16 @@ class Answers:
     def _decode(self, name: str, system: str) -> Found:
         if not self.real and system not in ("mosaic_gpu", "xla"):
             raise Unavailable("not run: simulated")
-        if self.load is None or self.load.name != name:
-            self.given = self.truth = None  # its memory is needed
-            self.load = next(load for load in (*loads(), *TOY_LOADS) if load.name == name)
-            self.given = self.load.input()
-            with contextlib.suppress(Exception):  # then its own row says why
-                self.truth = _numpy(SYSTEMS["xla"](self.given)())
-        assert self.given is not None
-        attend = SYSTEMS[system](self.given)
-        out, found = _numpy(attend()), {}
-        if self.truth is not None:
-            found = dict(off=difference(out, self.truth, name="out"))
-        if not self.real:
-            return found
-        found |= _timed(attend)
-        return found | dict(bytes_per_second=self.load.bytes / found["seconds"])
+        if self.timed is None or self.timed.load.name != name:
+            self.timed = None  # its memory is needed
+            every = (*loads(), *TOY_LOADS)
+            self.timed = Timed(next(load for load in every if load.name == name))
+        return self.timed.run(system, self.real)
 
     def _model(self, name: str, system: str) -> Found:
         """Decode steps of SmolLM2-135M in bfloat16 through the engine."""
         self._only_real()
-        self.load = self.given = self.truth = None
+        self.timed = None
         return dict(tokens_per_second=_tokens_per_second(system, batch=32, context=512))
 
     def _only_real(self) -> None:

@@ -102,7 +102,7 @@ def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
         blocks_a_processor=min(
             (1 << 16) // (found.registers * THREADS), target.shared // (found.shared_bytes + 1024)
         ),
-        stages=stages(shape.pages("head_major"), many=shape.T > shape.B),
+        stages=stages(shape.D, many=shape.T > shape.B),
         loaded_bytes_per_kv_token=found.block_bytes * shape.K / case.block_tokens,
         token_bytes=shape.token_bytes,
         tma=found.innermost("UTMALDG").count("UTMALDG"),

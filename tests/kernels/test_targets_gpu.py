@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.targets import TargetUnavailable
 from pallas_kernels.targets.cases import NAMES, Shape
-from pallas_kernels.targets.gpu import find_compiler
+from pallas_kernels.targets.gpu import environment, find_compiler
 from pallas_kernels.targets.gpu_probe import GpuRow, probe_gpu
 from pallas_kernels.targets.sass import read_kernels
 
@@ -105,6 +106,13 @@ def test_a_gpu_without_the_instructions_is_refused_with_the_reason(target, has):
     (row,) = probe_gpu(target, [("mosaic_gpu", DECODE)])
     assert not row.ok
     assert row.reason is not None and row.reason.endswith(f"this GPU has {has}")
+
+
+@needs_compiler
+def test_without_a_disassembler_the_target_is_unavailable_with_a_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_ROOT", str(tmp_path))
+    with pytest.raises(TargetUnavailable, match="the package nvidia-cuda-nvdisasm has it"):
+        environment()
 
 
 def test_loops_copies_and_registers_are_read_from_a_dump(tmp_path: Path):

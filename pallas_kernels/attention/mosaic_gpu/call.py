@@ -49,13 +49,14 @@ def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
     if reason := gpus.not_hopper():
         return reason
     if not isinstance(pages, KernelPages):
-        return f"{type(pages).__name__} are not read yet"
+        return f"{type(pages).__name__} are not read yet; xla reads them"
     if pages.layout != "head_major":
         return "pages must be head-major"
     if pages.kv.dtype == jnp.float32:
-        return "pages of float32 would be rounded by the tensor cores"
+        return "pages of float32 would be rounded by the tensor cores; xla takes them as they are"
     if pages.head_dim not in HEAD_DIMS:
-        return f"D = {pages.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+        every = ", ".join(map(str, HEAD_DIMS))
+        return f"D = {pages.head_dim} is none of {every}; rows may be padded with zeros"
     if pages.page_size % 8:
         return f"P = {pages.page_size} is not a multiple of 8"
     return None
@@ -268,7 +269,7 @@ def _plan(
         page_size=pages.page_size,
         rows=rows.count,
         block=block_tokens(pages),
-        stages=stages(pages, many),
+        stages=stages(pages.head_dim, many),
         ctas=ctas,
         dtype=dtype,
         code=code,
@@ -284,9 +285,9 @@ def block_tokens(pages: KernelPages, *_: object) -> int:
     return max(PRODUCT, BLOCK_BYTES // token // PRODUCT * PRODUCT)
 
 
-def stages(pages: KernelPages, many: bool) -> int:
+def stages(head_dim: int, many: bool) -> int:
     """Blocks in shared memory at once; tiles of many rows of the largest heads leave room for 2."""
-    return STAGES - 1 if many and pages.head_dim > 192 else STAGES
+    return STAGES - 1 if many and head_dim > 192 else STAGES
 
 
 def _most_items(table_tokens: int, split: int, span: int | None) -> int:
