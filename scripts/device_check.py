@@ -19,6 +19,7 @@ what is checked then.
 
 import contextlib
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -58,6 +59,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=True,  # what it starts, such as compilers, ends with it
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -102,7 +104,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process."""
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join()
         for stream in (self._process.stdin, self._process.stdout, self._errors):

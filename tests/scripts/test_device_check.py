@@ -22,12 +22,12 @@ from tests.scripts.test_console import run_scripts
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would run in earnest")
 # Answers by the name that it is asked for.
 WORKER = """
-import json, sys, time
+import json, subprocess, sys
 print(json.dumps(dict(device="toy", real=True, versions=dict(jax="0"))), flush=True)
 for line in sys.stdin:
     name = json.loads(line)["name"]
     if name == "hangs":
-        time.sleep(600)
+        subprocess.run(["sleep", "600"])  # which ends with it, or the output stays open
     if name == "dies":
         print("a page fault", file=sys.stderr)
         sys.exit(7)
