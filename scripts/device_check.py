@@ -171,20 +171,20 @@ class Run:
     real: bool = False
     _worker: Worker | None = None
 
-    def start(self) -> None:
-        """Starts a worker.
+    def start(self, seconds: float = START_SECONDS) -> Worker:
+        """Starts a worker, which must be up in so long.
 
         Raises:
-          Lost: it does not come up.
+          Lost: it does not come up, or without the GPU that the one before had.
         """
-        self._worker = Worker(self.command)
-        try:
-            found = self._worker.answer(START_SECONDS)
-        except Lost:
-            self._worker = None
-            raise
-        self.real = found["real"]
+        worker = Worker(self.command)
+        found = worker.answer(seconds)
+        if self.real and not found["real"]:
+            worker.close()
+            raise Lost("JAX sees the GPU no more")
+        self._worker, self.real = worker, found["real"]
         self.report.device, self.report.versions = found["device"], found["versions"]
+        return worker
 
     @property
     def left(self) -> float:
@@ -196,12 +196,10 @@ class Run:
         if self.left <= reserve:
             found: Found = dict(reason="no time was left")
         else:
-            seconds = min(SECONDS[section] * (1 if self.real else SIMULATED), self.left)
             try:
-                if self._worker is None:
-                    self.start()
-                assert self._worker is not None
-                found = self._worker.ask(section, name, system, seconds)
+                worker = self._worker or self.start(min(START_SECONDS, self.left))
+                seconds = SECONDS[section] * (1 if self.real else SIMULATED)
+                found = worker.ask(section, name, system, min(seconds, self.left))
                 if found.pop("last", False):
                     self.close()
             except Lost as error:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -43,14 +42,12 @@ def command(worker: str = WORKER) -> tuple[str, ...]:
     return sys.executable, "-c", worker
 
 
-def answers(tmp_path: Path, asked: list[tuple[str, str, str]], seconds: float = 60) -> Report:
-    report = Report(tmp_path / "check.json")
-    run = Run(report, time.monotonic() + seconds, command())
+def ask(report: Report, asked: list[tuple[str, str, str]], worker: str = WORKER) -> None:
+    run = Run(report, time.monotonic() + 60, command(worker))
     try:
-        ask_all(run, asked, minutes=seconds / 60)
+        ask_all(run, asked, minutes=1)
     finally:
         run.close()
-    return report
 
 
 def test_what_hangs_dies_or_is_wrong_costs_its_own_row_and_is_told_before_the_table(
@@ -58,7 +55,8 @@ def test_what_hangs_dies_or_is_wrong_costs_its_own_row_and_is_told_before_the_ta
 ):
     monkeypatch.setitem(device_check.SECONDS, "correct", 1.0)
     names = ("right", "hangs", "right", "dies", "wrong", "right")
-    report = answers(tmp_path, [("correct", name, "mosaic_gpu") for name in names])
+    report = Report(tmp_path / "check.json")
+    ask(report, [("correct", name, "mosaic_gpu") for name in names])
     reasons = [row.get("reason") for row in report.rows]
     hung, died = "no answer in 1 s", "the process ended with 7: a page fault"
     assert reasons == [None, hung, None, died, "out[3] is 5, should be 1", None]
@@ -76,10 +74,21 @@ def test_what_hangs_dies_or_is_wrong_costs_its_own_row_and_is_told_before_the_ta
 
 
 def test_another_systems_failure_is_none_of_ours(tmp_path, capsys):
-    report = answers(tmp_path, [("decode", "dies", "flashinfer"), ("decode", "x", "mosaic_gpu")])
+    report = Report(tmp_path / "check.json")
+    ask(report, [("decode", "dies", "flashinfer"), ("decode", "x", "mosaic_gpu")])
     assert not report.failed
     assert capsys.readouterr().out == ""
     assert report.rows[1]["error"] == 1e-3
+
+
+def test_a_gpu_that_is_gone_after_a_fault_is_not_simulated(tmp_path):
+    report, came_up = Report(tmp_path / "check.json"), tmp_path / "came_up"
+    once = f"import pathlib; first = not pathlib.Path({str(came_up)!r}).exists()\n"
+    once += f"pathlib.Path({str(came_up)!r}).touch()\n"
+    worker = once + WORKER.replace("real=True", "real=first")
+    ask(report, [("correct", name, "mosaic_gpu") for name in ("dies", "right")], worker)
+    assert report.rows[1]["reason"] == "JAX sees the GPU no more"
+    assert report.device == "toy" and report.failed
 
 
 def test_correctness_leaves_half_of_the_time_and_the_model_gets_some(tmp_path):
