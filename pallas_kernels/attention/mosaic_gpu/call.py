@@ -170,8 +170,11 @@ class _Rows:
     count: int
 
     @classmethod
-    def choose(cls, G: int, D: int, many: bool) -> "_Rows":
-        most = 48 if D <= 128 else 32  # what the registers hold of O
+    def choose(cls, G: int, pages: KernelPages, many: bool) -> "_Rows":
+        # What the registers hold of O; for codes some hold scales, and bounds where rows are many.
+        most = 48 if pages.head_dim <= 128 else 32
+        if many and pages.head_dim > 192 and isinstance(pages, SymmetricPages):
+            most = 24
         groups = -(-G // most)
         group = -(-G // groups)
         tile = most // group if many else 1
@@ -215,9 +218,9 @@ def _attend(
     taken: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the rows of the sequences `taken [B]`; anything in the other rows."""
-    (T, H, D), K = q.shape, pages.num_kv_heads
+    (T, H, _), K = q.shape, pages.num_kv_heads
     B, M = part.table.shape
-    rows = _Rows.choose(H // K, D, many)
+    rows = _Rows.choose(H // K, pages, many)
     tiles = Tiles.plan(part.ragged, T, rows.tile, options, taken)
     if not many:  # so there is one a sequence at most, or T
         tiles = tiles.group(0, min(T, B))
