@@ -27,8 +27,9 @@ def capability() -> tuple[int, int] | None:
         return capability_of(absent.device_kind)
     if jax.default_backend() != "gpu":
         return None
-    major, minor = jax.devices()[0].compute_capability.split(".")
-    return int(major), int(minor)
+    major, _, minor = jax.devices()[0].compute_capability.partition(".")
+    # Those of AMD have a name instead, and none of the instructions.
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
 def not_hopper() -> str | None:

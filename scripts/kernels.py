@@ -5,7 +5,7 @@
   python scripts kernels --target h200 --shape decode-bf16-h32-k8-d128-p16 --shape prefill-...
 
 A target is a TPU or an NVIDIA GPU. A shape's name is step (decode, mixed, prefill), type of K and V
-(bf16, f32, or codes with parameters: int8, e4m3, e5m2, int4), H, K, D, P, and a window perhaps
+(bf16, f16, f32, or codes with parameters: int8, e4m3, e5m2, int4), H, K, D, P, and a window perhaps
 (-w1024). For TPUs JAX's own kernel, `jax_rpa`, stands beside ours.
 
 TPUs
@@ -76,6 +76,11 @@ def main(argv: list[str]) -> int:
         except ValueError as error:
             parser.error(str(error))
     targets = args.target or list(TPU_TARGETS)
+    for target in targets:
+        kernels_of = TPU_KERNELS if target in TPU_TARGETS else GPU_KERNELS
+        if not set(args.kernel or KERNELS) & set(kernels_of):
+            named = ", ".join(kernels_of)
+            parser.error(f"of {', '.join(args.kernel)} none is for {target}; {named} would be")
     rows: list[dict[str, Any]] = []
     try:
         for targets_of, kernels_of, run, head, cells in (

@@ -23,6 +23,8 @@ from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import TokenPages
 
 COPY = 16  # bytes of which a copy takes a multiple
+LONGEST = 256  # elements of a copy along an axis
+ROOM = 112 << 10  # bytes of shared memory for K of a token, or for V
 Ref = Any
 
 
@@ -34,9 +36,15 @@ def refusal(pages: TokenPages) -> str | None:
         return f"{type(pages).__name__} are not written yet"
     if pages.layout != "head_major":
         return "pages must be head-major"
-    row = pages.head_dim * pages.kv.dtype.itemsize
+    K, D = pages.num_kv_heads, pages.head_dim
+    row = D * pages.kv.dtype.itemsize
     if row % COPY:
-        return f"D = {pages.head_dim}: a row of {row} bytes is not a multiple of {COPY}"
+        return f"D = {D}: a row of {row} bytes is not a multiple of {COPY}"
+    for name, size in (("D", D), ("K", K)):
+        if size > LONGEST:
+            return f"{name} = {size} is above the {LONGEST} that a copy takes"
+    if K * row > ROOM:
+        return f"K of a token, K * D = {K} * {D}, has {K * row} bytes; {ROOM} fit shared memory"
     return None
 
 
@@ -53,14 +61,20 @@ def write_pages(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> P
         _kernel,
         grid=slots.shape,
         grid_names=("token",),
-        scratch_types=[plgpu.SMEM((2, *row), dtype), plgpu.Barrier(num_arrivals=2)],
+        # Two of them: a copy has to begin at a multiple of 128 bytes, as each of them does.
+        scratch_types=[
+            *(plgpu.SMEM(row, dtype) for _ in ("k", "v")),
+            plgpu.Barrier(num_arrivals=2),
+        ],
         kernel_name="write_pages",
     )
     call(k.astype(dtype), v.astype(dtype), slots, pool)
     return dataclasses.replace(pages, kv=jax.freeze(pool).reshape(pages.kv.shape))
 
 
-def _kernel(k: Ref, v: Ref, slots: Ref, pool: Ref, rows: Ref, arrived: Ref) -> None:
+def _kernel(
+    k: Ref, v: Ref, slots: Ref, pool: Ref, row_of_k: Ref, row_of_v: Ref, arrived: Ref
+) -> None:
     token = lax.axis_index("token")
     slot, (N, _, _, P, _) = slots[token], pool.shape
     # Compared by pages: slots of a pool of 2^31 have no end.
@@ -68,9 +82,10 @@ def _kernel(k: Ref, v: Ref, slots: Ref, pool: Ref, rows: Ref, arrived: Ref) -> N
 
     @pl.when((page > 0) & (page < N))
     def _() -> None:
-        for which, new in enumerate((k, v)):
-            plgpu.copy_gmem_to_smem(new.at[token], rows.at[which], arrived)
+        rows = row_of_k, row_of_v
+        for new, row in zip((k, v), rows, strict=True):
+            plgpu.copy_gmem_to_smem(new.at[token], row, arrived)
         plgpu.barrier_wait(arrived)
-        for which in (0, 1):
-            plgpu.copy_smem_to_gmem(rows.at[which], pool.at[page, :, which, offset])
+        for which, row in enumerate(rows):
+            plgpu.copy_smem_to_gmem(row, pool.at[page, :, which, offset])
         plgpu.wait_smem_to_gmem(0)

@@ -42,6 +42,7 @@ POOL_TOKENS, TABLE_TOKENS = 65_536, 32_768
 STEPS = {"decode": (64, 64), "mixed": (512, 68), "prefill": (512, 4)}  # T and B
 DTYPES = {
     "bf16": jnp.bfloat16,
+    "f16": jnp.float16,
     "f32": jnp.float32,
     "int8": jnp.int8,
     "e4m3": jnp.float8_e4m3fn,
@@ -79,6 +80,8 @@ class Shape:
             raise ValueError(f"no shape is named {name!r}; one is decode-bf16-h32-k8-d128-p16")
         step, dtype, *numbers = found.groups()
         H, K, D, P = map(int, numbers[:4])
+        if not (H and K and D and P) or H % K:
+            raise ValueError(f"{name}: H, K, D and P are above 0, and H is a multiple of K")
         window = None if numbers[4] is None else int(numbers[4])
         return cls(name, *STEPS[step], DTYPES[dtype], H, K, D, P, window)
 

@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
     """What a process that compiles for GPUs has to have in its environment when it starts.
 
     Raises:
-      TargetUnavailable: the CUDA plugin is not installed.
+      TargetUnavailable: the CUDA plugin is not installed, or no disassembler beside it.
     """
     folder = find_compiler()
     if folder is None:
@@ -56,10 +56,16 @@ def environment() -> dict[str, str]:
             "cannot compile for NVIDIA GPUs without JAX's CUDA plugin: `make setup` installs it, "
             "where the platform has it"
         )
+    root = Path(os.environ.get("CUDA_ROOT", folder / "nvidia" / "cu13"))
+    if not (root / "bin" / "nvdisasm").is_file():
+        raise TargetUnavailable(
+            f"cannot read machine code without {root}/bin/nvdisasm: the package "
+            "nvidia-cuda-nvdisasm has it, and $CUDA_ROOT says where it is"
+        )
     before = os.environ.get("PYTHONPATH")
     return {
         "PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])]),
-        "CUDA_ROOT": os.environ.get("CUDA_ROOT", str(folder / "nvidia" / "cu13")),  # nvdisasm's
+        "CUDA_ROOT": str(root),
     }
 
 

@@ -80,7 +80,7 @@ def probe_gpu(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[GpuRow]
 
 def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
     """Compiles one case here, with the dump going to `folder`, which is emptied."""
-    from pallas_kernels.attention.mosaic_gpu.call import STAGES
+    from pallas_kernels.attention.mosaic_gpu.call import stages
     from pallas_kernels.attention.mosaic_gpu.walk import THREADS
 
     jax.clear_caches()  # what is known already is not dumped again
@@ -102,7 +102,7 @@ def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
         blocks_a_processor=min(
             (1 << 16) // (found.registers * THREADS), target.shared // (found.shared_bytes + 1024)
         ),
-        stages=STAGES,
+        stages=stages(shape.D, many=shape.T > shape.B),
         loaded_bytes_per_kv_token=found.block_bytes * shape.K / case.block_tokens,
         token_bytes=shape.token_bytes,
         tma=found.innermost("UTMALDG").count("UTMALDG"),

@@ -81,24 +81,24 @@ class TestShortItems(Simulated):
     )
 
     @pytest.mark.parametrize(
-        ("kind", "window", "P"),
+        ("kind", "window", "P", "D"),
         [
-            ("int8", None, 32),
+            ("int8", None, 32, 64),
             *(
-                pytest.param(kind, window, P, marks=pytest.mark.slow)
+                pytest.param(kind, window, P, D, marks=pytest.mark.slow)
                 for kind in ("int8", "static", "fp8_e4m3", "fp8_e5m2")
-                for window, P in ((None, 64), (13, 8), (70, 24))
+                for window, P, D in ((None, 64, 64), (13, 8, 192), (70, 24, 128), (90, 16, 256))
             ),
         ],
     )
-    def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window, P):
+    def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window, P, D):
         check_attention(
             kind,
             "head_major",
             "mosaic_gpu",
             longest=150,
             window=window,
-            sizes=(P, 64),
+            sizes=(P, D),
             tolerance=1e-2,  # weights times scales are rounded to bfloat16
         )
 

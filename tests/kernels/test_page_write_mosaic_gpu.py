@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import SymmetricPages, write_pages
+from pallas_kernels import Pages, SymmetricPages, write_pages
 from tests.kernels.test_page_write import (
     INT32_MAX,
     INT32_MIN,
@@ -56,6 +56,33 @@ def test_no_tokens_change_nothing():
     pages, (k, v) = random_pool("head_major"), tokens(count=0)
     arrays = jnp.asarray(k), jnp.asarray(v)
     assert slots_of(write_pages(pages, *arrays, int32(), backend="mosaic_gpu")) == slots_of(pages)
+
+
+@pytest.mark.parametrize(("heads", "D"), [(3, 80), (1, 8), (5, 24)])
+def test_rows_of_any_size_are_written(heads, D):
+    """Also where V's rows would not begin at a multiple of 128 bytes behind K's."""
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 4, heads, D)).astype(np.float32)
+    pages = Pages(kv=jnp.zeros((3, 2 * heads, 16, D), jnp.bfloat16), layout="head_major")
+    arrays = jnp.asarray(k), jnp.asarray(v), int32(16, 47, 33, 31)
+    got, want = (write_pages(pages, *arrays, backend=name).kv for name in ("mosaic_gpu", "xla"))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("heads", "D", "reason"),
+    [
+        (2, 320, "D = 320 is above the 256 that a copy takes"),
+        (257, 8, "K = 257 is above the 256 that a copy takes"),
+        (232, 256, r"K \* D = 232 \* 256, has 118784 bytes; 114688 fit shared memory"),
+        (2, 12, "D = 12: a row of 24 bytes is not a multiple of 16"),
+    ],
+)
+def test_rows_that_no_copy_takes_are_refused(heads, D, reason):
+    pages = Pages(kv=jnp.zeros((2, 2 * heads, 8, D), jnp.float16), layout="head_major")
+    row = jnp.zeros((1, heads, D), jnp.float16)
+    with pytest.raises(ValueError, match=f"mosaic_gpu does not take this: .*{reason}"):
+        write_pages(pages, row, row, int32(8), backend="mosaic_gpu")
 
 
 def test_what_it_does_not_take_is_refused():

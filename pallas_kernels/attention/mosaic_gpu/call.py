@@ -49,13 +49,14 @@ def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
     if reason := gpus.not_hopper():
         return reason
     if not isinstance(pages, KernelPages):
-        return f"{type(pages).__name__} are not read yet"
+        return f"{type(pages).__name__} are not read yet; xla reads them"
     if pages.layout != "head_major":
         return "pages must be head-major"
     if pages.kv.dtype == jnp.float32:
-        return "pages of float32 would be rounded by the tensor cores"
+        return "pages of float32 would be rounded by the tensor cores; xla takes them as they are"
     if pages.head_dim not in HEAD_DIMS:
-        return f"D = {pages.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+        every = ", ".join(map(str, HEAD_DIMS))
+        return f"D = {pages.head_dim} is none of {every}; rows may be padded with zeros"
     if pages.page_size % 8:
         return f"P = {pages.page_size} is not a multiple of 8"
     return None
@@ -169,8 +170,11 @@ class _Rows:
     count: int
 
     @classmethod
-    def choose(cls, G: int, D: int, many: bool) -> "_Rows":
-        most = 48 if D <= 128 else 32  # what the registers hold of O
+    def choose(cls, G: int, pages: KernelPages, many: bool) -> "_Rows":
+        # What the registers hold of O; for codes some hold scales, and bounds where rows are many.
+        most = 48 if pages.head_dim <= 128 else 32
+        if many and pages.head_dim > 192 and isinstance(pages, SymmetricPages):
+            most = 24
         groups = -(-G // most)
         group = -(-G // groups)
         tile = most // group if many else 1
@@ -214,9 +218,9 @@ def _attend(
     taken: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the rows of the sequences `taken [B]`; anything in the other rows."""
-    (T, H, D), K = q.shape, pages.num_kv_heads
+    (T, H, _), K = q.shape, pages.num_kv_heads
     B, M = part.table.shape
-    rows = _Rows.choose(H // K, D, many)
+    rows = _Rows.choose(H // K, pages, many)
     tiles = Tiles.plan(part.ragged, T, rows.tile, options, taken)
     if not many:  # so there is one a sequence at most, or T
         tiles = tiles.group(0, min(T, B))
@@ -268,7 +272,7 @@ def _plan(
         page_size=pages.page_size,
         rows=rows.count,
         block=block_tokens(pages),
-        stages=stages(pages, many),
+        stages=stages(pages.head_dim, many),
         ctas=ctas,
         dtype=dtype,
         code=code,
@@ -284,9 +288,9 @@ def block_tokens(pages: KernelPages, *_: object) -> int:
     return max(PRODUCT, BLOCK_BYTES // token // PRODUCT * PRODUCT)
 
 
-def stages(pages: KernelPages, many: bool) -> int:
+def stages(head_dim: int, many: bool) -> int:
     """Blocks in shared memory at once; tiles of many rows of the largest heads leave room for 2."""
-    return STAGES - 1 if many and pages.head_dim > 192 else STAGES
+    return STAGES - 1 if many and head_dim > 192 else STAGES
 
 
 def _most_items(table_tokens: int, split: int, span: int | None) -> int:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.mosaic_gpu.plan import BY_COLUMN, LOG2_E, MATRIX, Ref, div
+from pallas_kernels.attention.mosaic_gpu.plan import BY_COLUMN, LOG2_E, MATRIX, Ref, div, store
 
 STATS = 64  # items whose maxima are read at once
 AHEAD = 8  # items that are read ahead
@@ -43,8 +43,9 @@ def merge(
             jax.ShapeDtypeStruct((tiles, heads, D, N), out_dtype),
             jax.ShapeDtypeStruct((tiles, heads, N), jnp.float32),
         ),
-        grid=(tiles, heads, D // SLICE),
-        grid_names=("tile", "head", "slice"),
+        # The last one may be the largest by far.
+        grid=(D // SLICE, heads, tiles),
+        grid_names=("slice", "head", "tile"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="merge_partials",
     )
@@ -95,8 +96,8 @@ def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Re
     denominator, summed = lax.fori_loop(jnp.int32(0), steps, add, begin)
     safe = jnp.where(denominator == 0.0, 1.0, denominator)
     normalised = summed * lax.broadcast_in_dim(1.0 / safe, summed.shape, [1])
-    plgpu.store(out.at[tile, head, channels], normalised.astype(out.dtype), optimized=False)
+    store(out.at[tile, head, channels], normalised.astype(out.dtype))
 
     @pl.when(part == 0)
     def _() -> None:
-        plgpu.store(lse.at[tile, head], finite / LOG2_E + jnp.log(denominator), optimized=False)
+        store(lse.at[tile, head], finite / LOG2_E + jnp.log(denominator))

@@ -142,3 +142,11 @@ def div(n: Scalar, by: Scalar) -> jax.Array:
 def rem(n: Scalar, by: Scalar) -> jax.Array:
     """`n % by` of numbers that are not negative."""
     return lax.rem(jnp.int32(n), jnp.int32(by))
+
+
+def store(target: Ref, values: jax.Array) -> None:
+    """Writes an array to the device's memory, in pieces as its layout has them."""
+    if hasattr(plgpu, "store"):  # new in jax 0.12, which takes no such pieces the old way
+        plgpu.store(target, values, optimized=False)
+    else:
+        target[...] = values

@@ -11,6 +11,7 @@ Not here: what the items are, and joining their results (`call`, `merge`).
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mosaic_gpu.fetch import SCALES, Fetch, Operands
-from pallas_kernels.attention.mosaic_gpu.plan import Plan, Ref, Scalar, Work, rem
+from pallas_kernels.attention.mosaic_gpu.plan import Plan, Ref, Scalar, Work, rem, store
 from pallas_kernels.attention.mosaic_gpu.softmax import CodeBlocks, FloatBlocks, Softmax
 
 SWIZZLE = 128  # bytes of a row of a tile of an operand
@@ -107,7 +108,7 @@ def _scratch(plan: Plan, dtypes: list[jnp.dtype]) -> dict[str, Any]:
 
 def _matrix(dtype: jnp.dtype, *shape: int) -> Any:
     """Shared memory in the tiles that products and copies take."""
-    width = min(SWIZZLE // dtype.itemsize, shape[-1])
+    width = math.gcd(SWIZZLE // dtype.itemsize, shape[-1])  # 64 codes where D is 192
     transforms = (
         plgpu.TilingTransform((8, width)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(width * dtype.itemsize),  # pyright: ignore[reportAbstractUsage]
@@ -171,7 +172,6 @@ def _kernel(plan: Plan, num_pools: int, *refs: Ref, **scratch: Any) -> None:
             state = lax.fori_loop(item.first, item.last, add, softmax.empty())
             plgpu.barrier_arrive(q_emptied.at[place])
             maximum, total, sums = state
-            store = functools.partial(plgpu.store, optimized=False)
             for part, summed in zip(plan.slices, sums, strict=True):
                 channels = pl.ds(part.start, part.stop - part.start)
                 store(weighted.at[item.number, item.head, channels], summed)
