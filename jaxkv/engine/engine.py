@@ -357,6 +357,7 @@ class Engine:
         completion = Completion(self._next_id, len(request.prompt))
         if request.prompt_logprobs:
             completion.prompt_logprobs = np.full(len(request.prompt), np.nan, np.float32)
+            completion.prompt_greedy = np.zeros(len(request.prompt), bool)
         sequence = Sequence(
             request=request,
             completion=completion,

@@ -94,9 +94,15 @@ class Sequence:
 
     @property
     def num_findable(self) -> int:
-        """Tokens that may be found computed: the last one is not wanted, and behind the context
-        none is of use."""
-        return min(len(self.tokens), self.context) - 1
+        """Tokens that may be found computed: the last one is not wanted, nor the one before a
+        log-probability, and behind the context none is of use."""
+        return min(self._first_wanted, self.context) - 1
+
+    @property
+    def _first_wanted(self) -> int:
+        """How many tokens come before the first one that something is wanted of."""
+        request = self.request
+        return request.prompt_logprobs_from if request.prompt_logprobs else len(self.tokens)
 
     def share(self, budget: int) -> int:
         """How many of its uncomputed tokens the next step may compute, under a budget."""
@@ -104,9 +110,8 @@ class Sequence:
 
     @property
     def resumable(self) -> SnapshotKey | None:
-        """The snapshot that it may start from: there is a token behind the context to compute."""
-        fits = self.reads_cache and len(self.tokens) > self.context
-        return self.snapshot_key if fits else None
+        """The snapshot that it may start from: no token of the context is to be computed."""
+        return self.snapshot_key if self._first_wanted > self.context else None
 
     @property
     def is_finished(self) -> bool:
@@ -116,7 +121,7 @@ class Sequence:
     @property
     def reads_cache(self) -> bool:
         """It may start from cached pages; not where each prompt token's logits are wanted."""
-        return not self.request.prompt_logprobs
+        return not self.request.prompt_logprobs or self.request.prompt_logprobs_from > 1
 
     def start(self, row: int, num_found: int, sources: tuple[int, ...]) -> None:
         """Takes a row that has the first `num_found` tokens already."""

@@ -1,5 +1,6 @@
 """What compression costs: perplexity, distance from the full cache, and tasks, measured on text."""
 
+from jaxkv.eval.harness import HarnessModel as HarnessModel
 from jaxkv.eval.paged_text import PagedText as PagedText
 from jaxkv.eval.paged_text import Reading as Reading
 from jaxkv.eval.paged_text import Setting as Setting

@@ -105,9 +105,7 @@ def test_a_second_request_starts_from_what_is_left_and_equals_a_cold_run(
         assert completion.dropped_tokens == want.dropped_tokens
 
 
-@pytest.mark.parametrize(
-    "method", ["tova", pytest.param("snapkv", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", ["tova", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_a_method_that_asks_queries_shares_with_the_same_whole_prompt_alone(mixed: Tiny, method):
     engine = engine_of(mixed, method)
     first, other, again = (run(engine, asked(QUESTIONS[i])) for i in (0, 1, 0))
