@@ -244,11 +244,9 @@ class Study:
             "samples": self.args.samples,
             "seed": self.args.seed,
         }
-        done = folder / "metrics.json"
-        if done.exists():
-            found = json.loads(done.read_text("utf-8"))
-            if found["config"] == config:
-                return found
+        found = measured(folder / "metrics.json", config)
+        if found is not None:
+            return found
         metrics: dict[str, Any] = {"config": config, "command": self.command}
         metrics |= {"ratio": setup.ratio(self.args.context), "date": time.strftime("%Y-%m-%d")}
         predictions: list[dict[str, Any]] = []
@@ -394,6 +392,15 @@ def scores(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         error = stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0
         found[task] = {"string_match": mean(own), "stderr": error, "n": len(own), "depths": depths}
     return found
+
+
+def measured(file: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """A row's results by the same configuration; None where there are none, or they are torn."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("config") == config else None
 
 
 def write_row(
