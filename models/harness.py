@@ -15,7 +15,7 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm
 
-from jaxkv.cache import preferred_page_size
+from jaxkv.cache import KVRanges, preferred_page_size
 from jaxkv.compress import Budget, Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError
 from jaxkv.eval import HarnessModel
@@ -25,7 +25,6 @@ from models.tokenizer import StreamDecoder
 T = TypeVar("T")
 
 
-@register_model("jaxkv")
 class JaxkvLM(LM):
     """A model of the harness."""
 
@@ -37,8 +36,10 @@ class JaxkvLM(LM):
         budget: str | float | None = None,
         interval: int | None = None,
         max_length: int | None = None,
+        page_size: int | None = None,
+        kv_ranges: KVRanges | None = None,
         batch_size: int | str = 8,
-        **engine: Any,
+        **ignored: Any,
     ):
         """Loads a model; the harness gives these as `model_args`.
 
@@ -49,8 +50,10 @@ class JaxkvLM(LM):
           budget: what the method keeps.
           interval: see `jaxkv.compress.Compression`.
           max_length: tokens of the longest prompt with its answer; None takes the model's.
+          page_size: tokens a page; None takes what suits the format.
+          kv_ranges: see `EngineConfig`.
           batch_size: most sequences in a step.
-          engine: further fields of `EngineConfig`; what the harness adds of its own is left out.
+          ignored: what the harness adds of its own, such as a device.
 
         Raises:
           RequestError: a method without a budget, or the other way round.
@@ -65,10 +68,10 @@ class JaxkvLM(LM):
             compression = Compression(method=method, budget=kept, interval=interval)
         loaded = load_model(model)
         tokenizer = loaded.require_tokenizer()
-        known = {name: engine[name] for name in engine if name in EngineConfig.__dataclass_fields__}
         config = EngineConfig(
-            **{"page_size": preferred_page_size(kv_format)} | known,
             kv_format=kv_format,
+            kv_ranges=kv_ranges,
+            page_size=page_size or preferred_page_size(kv_format),
             compression=compression,
             max_length=max_length,
             max_sequences=int(batch_size) if str(batch_size).isdigit() else 8,
@@ -102,3 +105,6 @@ class JaxkvLM(LM):
     def _asked(self, serve: Callable[..., list[T]], requests: list[Any], hide: bool) -> list[T]:
         with tqdm(total=len(requests), unit="request", disable=True if hide else None) as bar:
             return serve([request.args for request in requests], bar.update)
+
+
+register_model("jaxkv")(JaxkvLM)  # no decorator: it hides the type

@@ -10,6 +10,7 @@ its results goes to standard output, all of them to --out as JSON.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -52,20 +53,19 @@ def main(argv: list[str]) -> int:
         raise RequestError("lm-evaluation-harness is not installed: pip install 'jaxkv[eval]'")
     console.enable_compilation_cache()
     # Imported late: they take seconds, and are there with the extra alone.
-    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
-    from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports]
-
+    lm_eval, its_tasks, utils = map(
+        importlib.import_module, ("lm_eval", "lm_eval.tasks", "lm_eval.utils")
+    )
     from models.harness import JaxkvLM
 
     path = None if args.include_path is None else str(args.include_path)
-    tasks = TaskManager(include_path=path)
+    tasks = its_tasks.TaskManager(include_path=path)
     unknown = [name for name in args.tasks if name not in tasks.all_tasks]
     if unknown:
         raise RequestError(f"--tasks: the harness knows no {', '.join(unknown)}")
     try:
         lm = JaxkvLM(
-            args.model,
+            model=args.model,
             kv_format=args.kv_format,
             method=args.method,
             budget=args.budget,
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         )
     except ValueError as error:
         raise RequestError(str(error)) from None
-    results = simple_evaluate(
+    results = lm_eval.simple_evaluate(
         lm,
         tasks=args.tasks,
         task_manager=tasks,
@@ -85,8 +85,7 @@ def main(argv: list[str]) -> int:
         limit=args.limit,
         bootstrap_iters=1000,
     )
-    assert results is not None
-    print(make_table(results))
+    print(utils.make_table(results))
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1, default=str) + "\n", "utf-8")
     return 0
