@@ -191,27 +191,30 @@ DISTURBANCES = {
     "aborted": abort_some,
     **{f"preempted at {step}": preempt_at(step) for step in range(1, 12)},
 }
-FAST = [("knorm", None, "evicted and preempted"), ("knorm", None, "all evicted")]
-SLOW = [
-    (method, interval, name)
-    for method, interval in (("knorm", None), ("keydiff", 3), ("snapkv", 2), ("adakv_knorm", None))
-    for name in DISTURBANCES
-    if (method, interval, name) not in FAST
+CHOICES = [
+    ("knorm", None, "f32"),
+    ("keydiff", 3, "f32"),
+    ("snapkv", 2, "f32"),
+    ("adakv_knorm", None, "f32"),
+    ("adakv_keydiff", 3, "int8"),
 ]
+FAST = [("knorm", None, "f32", name) for name in ("evicted and preempted", "all evicted")]
+SLOW = [(*choice, name) for choice in CHOICES for name in DISTURBANCES]
 
 
 @pytest.mark.parametrize(
-    "method, interval, disturbance",
-    [*FAST, *[pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]],
+    "method, interval, kv_format, disturbance",
+    [*FAST, *[pytest.param(*c, marks=pytest.mark.slow) for c in SLOW if c not in FAST]],
 )
 def test_nothing_that_is_shared_lost_or_taken_away_changes_a_bit(
-    mixed: Tiny, method, interval, disturbance
+    mixed: Tiny, method, interval, kv_format, disturbance
 ):
     requests = [asked(question) for question in (*QUESTIONS, QUESTIONS[0])]
     requests += [asked(QUESTIONS[0], context=OTHER), asked(())]
-    cold = engine_of(mixed, method, interval, prefix_cache=False)
+    options = dict(kv_format=kv_format)
+    cold = engine_of(mixed, method, interval, prefix_cache=False, **options)
     want = logit_bits(cold.generate(requests))
-    engine = scattered(engine_of(mixed, method, interval, max_sequences=2))
+    engine = scattered(engine_of(mixed, method, interval, max_sequences=2, **options))
     for _ in range(2):
         completions = [engine.submit(request) for request in requests]
         for number in count():
