@@ -53,6 +53,7 @@ from scripts.tradeoff_report import table, write_report, write_results
 NONE = "none"
 MEMORY = 1 << 30
 STEPS = 16  # decode steps that are timed at a length
+ANSWER_TOKENS = 8  # for each text that an answer should have
 DEPTHS = (0.1, 0.5, 0.9)
 QUICK = dict(
     formats=["f32", "int8"],
@@ -312,7 +313,6 @@ class Study:
                     max_length=min(2 * length + 256, self.loaded.model.max_positions),
                     kv_format=setup.kv_format,
                     compression=setup.compression(length),
-                    prefix_cache=False,
                 ),
                 steps=self._steps.get(setup.heads),
             )
@@ -347,7 +347,7 @@ class Study:
         drops = setup.method not in (NONE, *WINDOWS)
         request = Request(
             prompt=tuple(context + question),
-            max_new_tokens=24,
+            max_new_tokens=ANSWER_TOKENS * len(sample.answers),
             context=len(context) if drops else None,
         )
         (completion,) = engine.generate([request])
@@ -363,7 +363,8 @@ class Study:
         for n in (length // 4, length):
             before = replace(engine.metrics)
             prompt = tuple(islice(cycle(self.tokens), n))
-            engine.generate([Request(prompt=prompt, max_new_tokens=STEPS)])
+            salt = f"{n} tokens"  # nothing of it is cached
+            engine.generate([Request(prompt=prompt, max_new_tokens=STEPS, cache_salt=salt)])
             after = engine.metrics
             seconds = after.prefill_seconds - before.prefill_seconds
             decoded = after.decode_tokens - before.decode_tokens

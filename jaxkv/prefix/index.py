@@ -235,12 +235,19 @@ class PrefixIndex:
         pool, freed = self.pools[group], 0
         if self.windows[group] is not None:
             freed = self._sliding.evict_behind(group, num_pages)
+        gave = False
         while freed < num_pages and pool.num_cached:
             node = self._policy.victim()
             if node is None:
-                break
+                if not gave:
+                    break
+                self._policy.resume()  # who was passed over for its children may have none by now
+                gave = False
+                continue
             given = self._evict_from(node, group, num_pages - freed)
-            if not given:
+            if given:
+                gave = True
+            else:
                 self._policy.defer(node)
             freed += given
         self._policy.resume()
