@@ -245,8 +245,10 @@ def test_a_request_that_pins_leave_no_room_to_drop_for_ends_with_the_reason(full
     engine = engine_of(full, "knorm", "0.5", pool_tokens=192, max_sequences=1)
     request = Request(prompt=PROMPT[:96], max_new_tokens=3)
     run(engine, request)
-    assert engine.pins is not None
+    assert engine.pins is not None and engine.index is not None
     pin = engine.pins.pin(pack(request.prompt), engine.namespace(), ttl_seconds=3600)
+    for group, pool in enumerate(engine.pools):
+        engine.index.evict(group, pool.num_cached)  # what was left of it the first time
     engine.squeeze(2 * P)
     refused = run(engine, request)
     assert refused.finish_reason == "error" and "no pages for what is left" in str(refused.error)
