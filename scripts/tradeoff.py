@@ -41,7 +41,7 @@ from typing import Any
 from jaxkv.cache import choose_formats
 from jaxkv.compress import METHODS, WINDOWS, Budget, Compression
 from jaxkv.engine import Engine, EngineConfig, Request, RequestError
-from jaxkv.eval import Reading, Setting, compare, read
+from jaxkv.eval import Comparison, Reading, Setting, TextFunctions, read
 from jaxkv.eval.ruler import TASKS, Sample, make_sample
 from models.errors import ModelError
 from models.kv_heads import with_kv_heads
@@ -53,6 +53,7 @@ from scripts.tradeoff_report import table, write_report, write_results
 NONE = "none"
 MEMORY = 1 << 30
 STEPS = 16  # decode steps that are timed at a length
+ANSWER_TOKENS = 8  # for each text that an answer should have
 DEPTHS = (0.1, 0.5, 0.9)
 QUICK = dict(
     formats=["f32", "int8"],
@@ -189,8 +190,9 @@ def main(argv: list[str]) -> int:
     if len(tokens) < args.context + args.tokens:
         raise ModelError(f"{args.text}: has too few tokens behind --skip {args.skip}")
     args.out.mkdir(parents=True, exist_ok=True)
-    study = Study(args, loaded, tokens, shlex.join(["python", "scripts", "tradeoff", *argv]))
     rows = setups(args, loaded.model.config.attention.num_kv_heads)
+    command = shlex.join(["python", "scripts", "tradeoff", *argv])
+    study = Study(args, loaded, tokens, first=rows[0], command=command)
     with console.progress(len(rows), unit="row", description="tradeoff") as bar:
         results = []
         for setup in rows:
@@ -208,13 +210,23 @@ class Study:
     """What all rows share: the model, the text, and the full cache's reading of it."""
 
     def __init__(
-        self, args: argparse.Namespace, loaded: LoadedModel, tokens: list[int], command: str
+        self,
+        args: argparse.Namespace,
+        loaded: LoadedModel,
+        tokens: list[int],
+        *,
+        first: Setup,
+        command: str,
     ):
-        """Takes a text of a context and the tokens behind it."""
+        """Takes a text of a context and the tokens behind it, and the row of the full cache."""
         self.args, self.loaded, self.tokens, self.command = args, loaded, tokens, command
+        self._first = first
         self._tokenizer = loaded.require_tokenizer()
         self._models = {str(loaded.model.config.attention.num_kv_heads): loaded.model}
-        self._steps: dict[str, Any] = {}  # compiled, by model
+        # Compiled, by model:
+        self._functions: dict[str, TextFunctions] = {}
+        self._comparisons: dict[str, Comparison] = {}
+        self._steps: dict[str, Any] = {}
         self._full: Reading | None = None
         behind = self._tokenizer.decode(tokens[args.context + 1 :])
         self._num_bytes = len(behind.encode())
@@ -233,11 +245,9 @@ class Study:
             "samples": self.args.samples,
             "seed": self.args.seed,
         }
-        done = folder / "metrics.json"
-        if done.exists():
-            found = json.loads(done.read_text("utf-8"))
-            if found["config"] == config:
-                return found
+        found = measured(folder / "metrics.json", config)
+        if found is not None:
+            return found
         metrics: dict[str, Any] = {"config": config, "command": self.command}
         metrics |= {"ratio": setup.ratio(self.args.context), "date": time.strftime("%Y-%m-%d")}
         predictions: list[dict[str, Any]] = []
@@ -265,13 +275,14 @@ class Study:
     def _text(self, setup: Setup) -> dict[str, Any]:
         """Distances on the text, and bytes."""
         context = self.args.context
-        model = self._model(setup.heads)
-        own = self._reading(model, setup)
-        if self._full is None:
-            first = Setup(setup.heads, "f32", NONE, None)
-            self._full = own if setup == first else self._reading(self.loaded.model, first)
+        own = self._reading(setup)
+        if self._full is None:  # not by this row where the run goes on from an earlier one
+            self._full = own if setup == self._first else self._reading(self._first)
+        if setup.heads not in self._comparisons:
+            models = self._model(setup.heads), self._model(self._first.heads)
+            self._comparisons[setup.heads] = Comparison(*models)
         targets = self.tokens[context + 1 :]
-        quality = compare((model, own), (self.loaded.model, self._full), targets)
+        quality = self._comparisons[setup.heads](own, self._full, targets)
         found = asdict(quality)
         found["bits_per_byte"] = (
             math.log2(quality.perplexity) * len(targets) / max(1, self._num_bytes)
@@ -279,12 +290,15 @@ class Study:
         a_token = quality.nbytes / len(self.tokens)
         return found | {"bytes_per_token": a_token, "tokens_per_gib": int(MEMORY / a_token)}
 
-    def _reading(self, model: Any, setup: Setup) -> Reading:
-        context = self.args.context
+    def _reading(self, setup: Setup) -> Reading:
+        context, model = self.args.context, self._model(setup.heads)
+        if setup.heads not in self._functions:
+            self._functions[setup.heads] = TextFunctions(model)
+        functions = self._functions[setup.heads]
         formats = choose_formats(setup.kv_format, model.layers)
         setting = Setting(formats=formats, compression=setup.compression(context))
-        page_size = setup.page_size
-        return read(model, self.tokens, setting, page_size=page_size, context=context, chunk=256)
+        size = setup.page_size
+        return read(functions, self.tokens, setting, page_size=size, context=context, chunk=256)
 
     def _serve(self, setup: Setup) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Answers to the tasks, and what steps take."""
@@ -299,7 +313,6 @@ class Study:
                     max_length=min(2 * length + 256, self.loaded.model.max_positions),
                     kv_format=setup.kv_format,
                     compression=setup.compression(length),
-                    prefix_cache=False,
                 ),
                 steps=self._steps.get(setup.heads),
             )
@@ -334,7 +347,7 @@ class Study:
         drops = setup.method not in (NONE, *WINDOWS)
         request = Request(
             prompt=tuple(context + question),
-            max_new_tokens=24,
+            max_new_tokens=ANSWER_TOKENS * len(sample.answers),
             context=len(context) if drops else None,
         )
         (completion,) = engine.generate([request])
@@ -350,7 +363,8 @@ class Study:
         for n in (length // 4, length):
             before = replace(engine.metrics)
             prompt = tuple(islice(cycle(self.tokens), n))
-            engine.generate([Request(prompt=prompt, max_new_tokens=STEPS)])
+            salt = f"{n} tokens"  # nothing of it is cached
+            engine.generate([Request(prompt=prompt, max_new_tokens=STEPS, cache_salt=salt)])
             after = engine.metrics
             seconds = after.prefill_seconds - before.prefill_seconds
             decoded = after.decode_tokens - before.decode_tokens
@@ -379,6 +393,15 @@ def scores(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         error = stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0
         found[task] = {"string_match": mean(own), "stderr": error, "n": len(own), "depths": depths}
     return found
+
+
+def measured(file: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """A row's results by the same configuration; None where there are none, or they are torn."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("config") == config else None
 
 
 def write_row(

@@ -48,6 +48,8 @@ RULES = {
     "jaxkv.engine": Rule(
         ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress"), outside=ARRAYS
     ),
+    # Importable with the extra `eval` alone.
+    "models.harness": Rule(ours=("jaxkv", "models"), outside=("lm_eval", "tqdm")),
     "models": Rule(ours=("jaxkv", "pallas_kernels"), outside=ARRAYS + CHECKPOINTS),
     "scripts": Rule(ours=("jaxkv", "pallas_kernels", "models"), outside=ANY),
 }

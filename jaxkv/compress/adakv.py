@@ -22,6 +22,7 @@ class AdaKV(ScoreMethod):
         self.num_queries = method.num_queries
         self.by_layer = method.by_layer
         self.by_slot = method.by_slot
+        self.query_aware = method.query_aware
 
     def look(self, queries: Queries, tokens: LayerTokens) -> Seen:
         """See `ScoreMethod.look`."""

@@ -126,7 +126,7 @@ class Compressor:
         L = len(cache.exact)
         self.method = method
         self.layers = tuple(i for i in range(L) if cache.windows[cache.groups[i]] is None)
-        self._params, self._page_size = model.params, cache.page_size
+        self._params = model.params
         attention = AttentionBackend(name=backend, query_tile=CHUNK)
         self._look = jax.jit(partial(_look, model, method, self.layers, attention))
         self._choose = jax.jit(partial(_choose, model, method, self.layers))
@@ -154,8 +154,8 @@ class Compressor:
           since: position from which on queries are looked at.
           before: the last choice, if tokens were dropped before.
         """
-        row, n = row.narrow(self._page_size), len(tokens)
-        S = row.tables.shape[1] * self._page_size
+        row, n = row.narrow(cache.page_size), len(tokens)
+        S = row.tables.shape[1] * cache.page_size
         wanted = self.method.num_queries
         seen = []
         if before is not None and wanted is None:
@@ -184,7 +184,7 @@ class Compressor:
           target: `[groups, M]` int32, the pages that they go to, from slot 0 on; those of `row`
             will do.
         """
-        row = row.narrow(self._page_size)
+        row = row.narrow(cache.page_size)
         return self._move(cache, kept.slots, kept.counts, row, target[:, : row.tables.shape[1]])
 
 

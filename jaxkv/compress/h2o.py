@@ -12,6 +12,7 @@ class H2O(ScoreMethod):
 
     name = "h2o"
     num_queries = None
+    query_aware = True
     by_slot = ("weight",)
 
     def look(self, queries: Queries, tokens: LayerTokens) -> Seen:

@@ -101,6 +101,8 @@ class ScoreMethod:
       by_layer: each layer does.
       by_slot: of what is added up, the names of what has an entry a slot, `[K, S]`: it goes with
         the tokens that stay.
+      query_aware: what stays depends on what the last queries ask for, so that others with the same
+        prompt alone go on from it.
       same_tokens: all heads of a layer keep the same tokens.
     """
 
@@ -109,6 +111,7 @@ class ScoreMethod:
     by_head: bool = False
     by_layer: bool = False
     by_slot: tuple[str, ...] = ()
+    query_aware: bool = False
     same_tokens: bool = False
 
     def look(self, queries: Queries, tokens: LayerTokens) -> Seen:

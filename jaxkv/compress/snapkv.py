@@ -16,6 +16,7 @@ class SnapKV(ScoreMethod):
 
     name = "snapkv"
     num_queries = WINDOW
+    query_aware = True
 
     def look(self, queries: Queries, tokens: LayerTokens) -> Seen:
         """See `ScoreMethod.look`."""

@@ -12,6 +12,7 @@ class Tova(ScoreMethod):
 
     name = "tova"
     num_queries = 1
+    query_aware = True
     same_tokens = True
 
     def look(self, queries: Queries, tokens: LayerTokens) -> Seen:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import numpy as np
 
-from jaxkv.cache import format_id, init_cache
+from jaxkv.cache import KVCache, format_id, init_cache
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.host import HostSide
 from jaxkv.engine.metrics import EngineMetrics, PoolState
@@ -31,8 +31,8 @@ from jaxkv.engine.request import (
     TokenLogprob,
 )
 from jaxkv.engine.sampling import Sampled, SamplingRows
-from jaxkv.engine.scheduler import Scheduler, StepPlan
-from jaxkv.engine.sequence import NEVER, Sequence, mark_seen
+from jaxkv.engine.scheduler import PageCopy, Scheduler, StepPlan
+from jaxkv.engine.sequence import Sequence, mark_seen
 from jaxkv.engine.shortener import Shortener
 from jaxkv.engine.sizing import cache_capacity, longest_sequence, plan_cache
 from jaxkv.engine.step import (
@@ -44,7 +44,7 @@ from jaxkv.engine.step import (
     build_buffer,
 )
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.prefix import Event, Namespace, pack
+from jaxkv.prefix import Event, Namespace, ShortenedTables, pack
 
 
 class Engine:
@@ -123,8 +123,17 @@ class Engine:
         compression = self.config.compression
         if compression is None or compression.is_window:
             return None
+        assert isinstance(self._tables, ShortenedTables)
         compressor = self.steps.compressor(compression.score_method(), self._cache)
-        return Shortener(compression, compressor, self._scheduler, self._tables)
+        parts = self._scheduler, self._tables, self.index
+        return Shortener(compression, compressor, *parts, copy=self._copied)
+
+    def _copied(self, cache: KVCache, copies: list[PageCopy]) -> KVCache:
+        """The cache, which is donated, with pages copied, of whose number a step may have more."""
+        most = self.config.max_sequences
+        for start in range(0, len(copies), most):
+            cache = self.steps.copy(cache, copies[start : start + most], most)
+        return cache
 
     @property
     def has_work(self) -> bool:
@@ -348,6 +357,7 @@ class Engine:
         completion = Completion(self._next_id, len(request.prompt))
         if request.prompt_logprobs:
             completion.prompt_logprobs = np.full(len(request.prompt), np.nan, np.float32)
+            completion.prompt_greedy = np.zeros(len(request.prompt), bool)
         sequence = Sequence(
             request=request,
             completion=completion,
@@ -360,8 +370,9 @@ class Engine:
             fork_of=None if request.prompt_logprobs else fork_of,
             fork_at=len(tokens) - 1,
             stepwise=stepwise,
-            context=NEVER if self._shortener is None else request.context or len(request.prompt),
         )
+        if self._shortener is not None:
+            self._shortener.prepare(sequence)
         self._sequences[completion.request_id] = sequence
         self._next_id += 1
         self._scheduler.add(sequence)

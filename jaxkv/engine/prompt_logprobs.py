@@ -24,13 +24,18 @@ def book_prompt_logprobs(plan: StepPlan, result: StepResult, steps: StepFunction
     for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
         first = sequence.num_computed + 1  # position of the first target
         labels = sequence.request.prompt[first : first + num_tokens]
-        stored = sequence.completion.prompt_logprobs
-        if stored is not None and labels:
+        completion = sequence.completion
+        # What comes before was not asked for, computed or not.
+        skipped = max(0, sequence.request.prompt_logprobs_from - first)
+        if completion.prompt_logprobs is not None and len(labels) > skipped:
             targets[row : row + len(labels)] = labels
-            spans.append((stored[first : first + len(labels)], row))
+            wanted = slice(first + skipped, first + len(labels))
+            spans.append((completion, wanted, row + skipped))
         row += num_tokens
     if not spans:
         return
-    logprobs = steps.prompt_logprobs(result.hidden, targets)
-    for span, row in spans:
-        span[:] = logprobs[row : row + len(span)]
+    logprobs, greedy = steps.prompt_logprobs(result.hidden, targets)
+    for completion, wanted, row in spans:
+        rows = slice(row, row + wanted.stop - wanted.start)
+        completion.prompt_logprobs[wanted] = logprobs[rows]
+        completion.prompt_greedy[wanted] = greedy[rows]

@@ -98,6 +98,8 @@ class Request:
       logprobs: None, or how many most likely tokens are reported with each generated one.
       prompt_logprobs: report the log-probability of each prompt token too; the prompt is computed
         whole then, whatever is cached of it.
+      prompt_logprobs_from: the first prompt token for which that is wanted: of those before it may
+        be used what is cached.
       keep_logits: keep the whole logits row of each generated token (V floats each).
       n: answers to draw; the i-th has seed `sampling.seed + i`. The prompt is computed once.
       priority: requests of a higher one go first and stay longest, where the engine schedules by
@@ -116,6 +118,7 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    prompt_logprobs_from: int = 1
     keep_logits: bool = False
     n: int = 1
     priority: int = 0
@@ -159,6 +162,12 @@ class Request:
             raise RequestError("a stop string is empty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise RequestError(f"logprobs must be 0 to {MAX_TOP_LOGPROBS}, got {self.logprobs}")
+        _check_type("prompt_logprobs_from", self.prompt_logprobs_from, int)
+        if not 1 <= self.prompt_logprobs_from <= len(self.prompt):
+            raise RequestError(
+                f"prompt_logprobs_from must be 1 to the prompt's {len(self.prompt)}, got "
+                f"{self.prompt_logprobs_from}"
+            )
         self._check_context()
         self.sampling.check()
 
@@ -209,7 +218,10 @@ class Completion:
       text: their text, without stops; empty where the engine has no detokenizer.
       finish_reason: None while it runs.
       logprobs: one entry a token, where the request asked for them.
-      prompt_logprobs: `[prompt_tokens]` float32, NaN at 0; None unless asked for.
+      prompt_logprobs: `[prompt_tokens]` float32, NaN where none was asked for and at 0; None unless
+        any was.
+      prompt_greedy: `[prompt_tokens]` bool, which of these tokens are the likeliest ones; None as
+        well.
       logits: `[V]` float32 of each token, where the request asked for them.
       error: why the request was refused.
       queue_seconds: from submission to the first step; None before it.
@@ -229,6 +241,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: np.ndarray | None = None
+    prompt_greedy: np.ndarray | None = None
     logits: list[np.ndarray] = field(default_factory=list)
     error: str | None = None
     queue_seconds: float | None = None

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 from jaxkv.engine.sequence import Sequence
 from jaxkv.engine.waiting import WaitingQueue
-from jaxkv.prefix import OutOfPages, PageTables, PrefixIndex, ShortenedTables, common_length
+from jaxkv.prefix import (
+    OutOfPages,
+    PageTables,
+    PrefixIndex,
+    ShortenedTables,
+    SnapshotKey,
+    common_length,
+)
 
 
 def int32(values: Iterable[int]) -> NDArray[np.int32]:
@@ -266,10 +273,22 @@ class Scheduler:
                 sequence.start(row, at, sources)
                 return
         row, found, sources = tables.open(), 0, ()
+        if sequence.resumable is not None and self._resume(sequence, row, sequence.resumable):
+            return
         if sequence.reads_cache:
             packed, priority = sequence.packed(most), sequence.request.priority
             found, sources = tables.match(row, packed, sequence.namespace, priority=priority)
         sequence.start(row, found, sources)
+
+    def _resume(self, sequence: Sequence, row: int, key: SnapshotKey) -> bool:
+        """Starts a sequence behind its context, from what another one has left of it."""
+        assert isinstance(self._tables, ShortenedTables)
+        found = self._tables.take_snapshot(row, key, priority=sequence.request.priority)
+        if found is None:
+            return False
+        sequence.start(row, sequence.context, found[1])
+        sequence.shortened(found[0].kept)
+        return True
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to compute what this one could share, or it is
@@ -306,8 +325,13 @@ class Scheduler:
         version = counters.stored_pages + counters.evicted_pages
         known = self._cached.get(sequence)
         if known is None or known[0] != version:
-            packed = sequence.packed(sequence.num_findable)
-            known = version, self._index.probe(packed, sequence.namespace)
+            key = sequence.resumable
+            if key is not None and self._index.snapshots.get(key) is not None:
+                found = sequence.context
+            else:
+                packed = sequence.packed(sequence.num_findable)
+                found = self._index.probe(packed, sequence.namespace)
+            known = version, found
             self._cached[sequence] = known
         return known[1]
 
@@ -339,10 +363,11 @@ class Scheduler:
             return None
         copies = []
         for sequence in draft.started:
-            place = sequence.num_computed // self._page_size
             for group, source in enumerate(sequence.sources):
                 if source:
-                    target = int(self._tables.pages[group][sequence.row, place])
+                    place = self._tables.num_stored(group, sequence.row, sequence.num_computed)
+                    page = place // self._page_size
+                    target = int(self._tables.pages[group][sequence.row, page])
                     copies.append(PageCopy(group, source, target))
             sequence.sources = ()
         return StepPlan(

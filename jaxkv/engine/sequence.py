@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv.compress import Kept
 from jaxkv.engine.request import Completion, FinishReason, Request
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.prefix import Namespace
+from jaxkv.prefix import Namespace, SnapshotKey
 
 NEVER = 1 << 60  # tokens that no sequence has
 
@@ -45,7 +45,9 @@ class Sequence:
       context: its first tokens, after which some are dropped; NEVER where none are.
       shorten_at: the number of computed tokens after which some are dropped next.
       shortened_at: the one after which some were dropped last; 0 before.
+      interval: how many tokens later more are dropped; NEVER for once.
       kept: which were left then; None where all are there.
+      snapshot_key: under which what is left of its context may be known; None where it may not.
     """
 
     request: Request
@@ -71,7 +73,9 @@ class Sequence:
     context: int = NEVER
     shorten_at: int = field(init=False)
     shortened_at: int = 0
+    interval: int = NEVER
     kept: Kept | None = None
+    snapshot_key: SnapshotKey | None = None
 
     def __post_init__(self) -> None:
         self.num_uncomputed = len(self.tokens)
@@ -90,13 +94,24 @@ class Sequence:
 
     @property
     def num_findable(self) -> int:
-        """Tokens that may be found computed: the last one is not wanted, and behind the context
-        none is of use."""
-        return min(len(self.tokens), self.context) - 1
+        """Tokens that may be found computed: the last one is not wanted, nor the one before a
+        log-probability, and behind the context none is of use."""
+        return min(self._first_wanted, self.context) - 1
+
+    @property
+    def _first_wanted(self) -> int:
+        """How many tokens come before the first one that something is wanted of."""
+        request = self.request
+        return request.prompt_logprobs_from if request.prompt_logprobs else len(self.tokens)
 
     def share(self, budget: int) -> int:
         """How many of its uncomputed tokens the next step may compute, under a budget."""
         return min(self.num_uncomputed, budget, self.shorten_at - self.num_computed)
+
+    @property
+    def resumable(self) -> SnapshotKey | None:
+        """The snapshot that it may start from: no token of the context is to be computed."""
+        return self.snapshot_key if self._first_wanted > self.context else None
 
     @property
     def is_finished(self) -> bool:
@@ -106,13 +121,21 @@ class Sequence:
     @property
     def reads_cache(self) -> bool:
         """It may start from cached pages; not where each prompt token's logits are wanted."""
-        return not self.request.prompt_logprobs
+        return not self.request.prompt_logprobs or self.request.prompt_logprobs_from > 1
 
     def start(self, row: int, num_found: int, sources: tuple[int, ...]) -> None:
         """Takes a row that has the first `num_found` tokens already."""
         self.row, self.num_found, self.sources = row, num_found, sources
         self.num_uncomputed = len(self.tokens) - num_found
         self.in_prompt = num_found < self.num_prompt
+
+    def shortened(self, kept: Kept | None) -> None:
+        """The time has come when it loses tokens; `kept` are left, None where none had to go."""
+        n = self.num_computed
+        if kept is not None:
+            self.kept, self.shortened_at = kept, n
+            self.completion.dropped_tokens = n - float(np.asarray(kept.counts).mean())
+        self.shorten_at = n + self.interval
 
     def stop(self) -> None:
         """Gives up the row, and with it what was computed."""

@@ -5,16 +5,17 @@ the engine is asked to. When that is follows from its length alone, so that a se
 start again loses the same ones. Not here: which tokens (`jaxkv.compress`).
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.compress import Compression, Compressor, Row
+from jaxkv.compress import Compression, Compressor, Kept, Row
 from jaxkv.engine.request import Request, RequestError
-from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.scheduler import PageCopy, Scheduler
 from jaxkv.engine.sequence import NEVER, Sequence
-from jaxkv.prefix import OutOfPages, PageTables
+from jaxkv.prefix import OutOfPages, PrefixIndex, ShortenedTables, SnapshotKey
 
 
 class Shortener:
@@ -25,13 +26,18 @@ class Shortener:
         compression: Compression,
         compressor: Compressor,
         scheduler: Scheduler,
-        tables: PageTables,
+        tables: ShortenedTables,
+        index: PrefixIndex | None,
+        copy: Callable[[KVCache, list[PageCopy]], KVCache],
     ):
-        """Takes an engine's parts."""
+        """Takes an engine's parts; `copy` copies pages in the cache, which it is donated."""
         self._compression = compression
         self._compressor = compressor
         self._scheduler = scheduler
         self._tables = tables
+        self._index = index
+        self._copy = copy
+        self._query_aware = compression.score_method().query_aware
 
     def check(self, request: Request) -> None:
         """Raises RequestError where more of a request is protected than the budget keeps."""
@@ -43,6 +49,22 @@ class Shortener:
                 f"protect has {len(protected)} tokens; the budget {self._compression.budget} keeps "
                 f"{keep} of {context}"
             )
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Tells a new sequence when it loses tokens, and with whom it shares what is left: with
+        those of the same context, and where queries have a say, of the same prompt."""
+        request = sequence.request
+        sequence.context = sequence.shorten_at = request.context or sequence.num_prompt
+        sequence.interval = self._compression.interval or NEVER
+        if self._index is not None:
+            namespace = dataclasses.replace(
+                sequence.namespace,
+                method=self._compression.name,
+                dropped_at=sequence.context,
+                protect=request.protect,
+            )
+            n = sequence.num_prompt if self._query_aware else sequence.context
+            sequence.snapshot_key = SnapshotKey(sequence.packed(n), namespace)
 
     def shorten(
         self, cache: KVCache, sequences: Iterable[Sequence]
@@ -68,7 +90,7 @@ class Shortener:
         row = self._row(sequence)
         groups = [g for layer in self._compressor.layers for g in cache.groups_of(layer)]
         if keep < n - row.dropped[groups].mean():
-            kept = self._compressor.choose(
+            kept = self._known(sequence) or self._compressor.choose(
                 cache,
                 row,
                 sequence.tokens[:n],
@@ -84,10 +106,31 @@ class Shortener:
             cache = self._compressor.move(cache, kept, row, target)
             if self._compression.interval is None:  # there is no later choice
                 kept = kept._replace(seen=())
-            sequence.kept, sequence.shortened_at = kept, n
-            sequence.completion.dropped_tokens = n - float(kept.counts.mean())
-        interval = self._compression.interval
-        sequence.shorten_at = NEVER if interval is None else n + interval
+            sequence.shortened(kept)
+            return self._publish(cache, sequence) if n == sequence.context else cache
+        sequence.shortened(None)
+        return cache
+
+    def _known(self, sequence: Sequence) -> Kept | None:
+        """What another sequence has kept of the same context."""
+        key = sequence.snapshot_key
+        if self._index is None or key is None or sequence.num_computed != sequence.context:
+            return None
+        snapshot = self._index.snapshots.get(key)
+        return None if snapshot is None else snapshot.kept
+
+    def _publish(self, cache: KVCache, sequence: Sequence) -> KVCache:
+        """Shares what is left of a context; nothing is lost where there are no pages for it."""
+        key, row, tables = sequence.snapshot_key, sequence.row, self._tables
+        if key is None or row is None or tables.share_snapshot(row, key):
+            return cache
+        windows = tables.pages_for_windows(row)
+        if windows is None:
+            return cache
+        copies = [PageCopy(g, *pair) for g, pages in windows.items() for pair in pages.items()]
+        cache = self._copy(cache, copies)
+        n, priority = sequence.num_computed, sequence.request.priority
+        tables.publish_snapshot(row, n, key, sequence.kept, windows, priority=priority)
         return cache
 
     def _row(self, sequence: Sequence) -> Row:

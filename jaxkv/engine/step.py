@@ -258,27 +258,31 @@ class StepFunctions:
                 cache = copy_pages(cache, group, copies[group, 0], copies[group, 1])
             return cache
 
-        def prompt_logprobs(params: Any, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        def prompt_logprobs(
+            params: Any, hidden: jax.Array, targets: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             # In blocks: the logits of a whole chunk would be larger than the model.
             T = hidden.shape[0]
             block = DETERMINISTIC_ROWS
             padding = -T % block
             blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[1])
 
-            def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+            def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 logits = model.logits(params, args[0])
                 chosen = jnp.take_along_axis(logits, args[1][:, None], axis=-1)[:, 0]
-                return chosen - jax.nn.logsumexp(logits, axis=-1)
+                logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
+                return logprobs, logits.argmax(axis=-1) == args[1]
 
             labels = jnp.pad(targets, (0, padding)).reshape(-1, block)
-            return jax.lax.map(one, (blocks, labels)).reshape(-1)[:T]
+            logprobs, greedy = jax.lax.map(one, (blocks, labels))
+            return logprobs.reshape(-1)[:T], greedy.reshape(-1)[:T]
 
         self._params = model.params
         self._step: Callable[..., Any] = jax.jit(
             step, donate_argnames="cache", static_argnames="layout"
         )
         self._copy: Callable[..., KVCache] = jax.jit(copy, donate_argnames="cache")
-        self._prompt_logprobs: Callable[..., jax.Array] = jax.jit(prompt_logprobs)
+        self._prompt_logprobs: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(prompt_logprobs)
         self._choices = (backend, deterministic)
         self._model = model
         self._compressors: dict[str, Compressor] = {}
@@ -325,6 +329,10 @@ class StepFunctions:
             counts[copy.group] += 1
         return self._copy(cache, ids)
 
-    def prompt_logprobs(self, hidden: jax.Array, targets: np.ndarray) -> np.ndarray:
-        """Log-probability `[T]` float32 of token `targets[t]` after row t of `hidden [T, E]`."""
-        return np.asarray(self._prompt_logprobs(self._params, hidden, targets))
+    def prompt_logprobs(
+        self, hidden: jax.Array, targets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability `[T]` float32 of token `targets[t]` after row t of `hidden [T, E]`, and
+        whether it is the likeliest one, `[T]` bool."""
+        logprobs, greedy = self._prompt_logprobs(self._params, hidden, targets)
+        return np.asarray(logprobs), np.asarray(greedy)

@@ -47,12 +47,39 @@ class Setting:
     compression: Compression | None = None
 
 
+class TextFunctions:
+    """The compiled functions of one model, for all texts and settings: compiling them takes longer
+    than a text of a thousand tokens does.
+
+    Attributes:
+      model: the decoder.
+      step: computes a chunk; its cache is donated.
+    """
+
+    def __init__(self, model: DecodeModel):
+        """Compiles nothing yet."""
+
+        def step(params: Any, cache: KVCache, inputs: StepInputs) -> tuple[jax.Array, KVCache]:
+            return model.forward(params, cache, inputs, AttentionBackend())
+
+        self.model = model
+        self.step: Callable[..., tuple[jax.Array, KVCache]] = jax.jit(step, donate_argnames="cache")
+        self._compressors: dict[str, Compressor] = {}
+
+    def compressor(self, compression: Compression, cache: KVCache) -> Compressor:
+        """The functions that drop tokens by a score method."""
+        name = compression.method
+        if name not in self._compressors:
+            self._compressors[name] = Compressor(self.model, cache, compression.score_method())
+        return self._compressors[name]
+
+
 class PagedText:
     """One sequence in a cache of its own, computed chunk by chunk."""
 
     def __init__(
         self,
-        model: DecodeModel,
+        functions: TextFunctions,
         setting: Setting,
         *,
         num_tokens: int,
@@ -64,7 +91,7 @@ class PagedText:
         Raises:
           ValueError: the setting does not fit the model, or itself.
         """
-        layers = stored_layers(model.layers)
+        layers = stored_layers(functions.model.layers)
         layers, split_heads = kept_layers(setting.compression, layers, setting.formats)
         pages = layer_pages(layers, setting.formats, split_heads=split_heads)
         groups = group_pages(pages)
@@ -81,15 +108,8 @@ class PagedText:
         self.tables = np.stack([np.arange(1, N) + group.head * N for group in groups])
         self.tables = self.tables.astype(np.int32)
         self.dropped = np.zeros(len(groups), np.int32)
-        self._length, self._chunk, self._model = 0, chunk, model
+        self._length, self._chunk, self._functions = 0, chunk, functions
         self._compression = setting.compression
-
-        def step(params: Any, cache: KVCache, inputs: StepInputs) -> tuple[jax.Array, KVCache]:
-            return model.forward(params, cache, inputs, AttentionBackend())
-
-        self._step: Callable[..., tuple[jax.Array, KVCache]] = jax.jit(
-            step, donate_argnames="cache"
-        )
 
     def push(self, tokens: Sequence[int]) -> jax.Array:
         """Computes the next tokens, at most a chunk; returns their hidden states `[n, E]`."""
@@ -102,25 +122,20 @@ class PagedText:
             kv_lens=jnp.array([self._length], jnp.int32),
             query_starts=jnp.array([0, n], jnp.int32),
             page_tables=tuple(jnp.asarray(self.tables[:, None])),
-            dropped=jnp.asarray(self.dropped[:, None]) if self.drops else None,
+            dropped=jnp.asarray(self.dropped[:, None]),  # zeros too: one step for all methods
         )
-        hidden, self.cache = self._step(self._model.params, self.cache, inputs)
+        functions = self._functions
+        hidden, self.cache = functions.step(functions.model.params, self.cache, inputs)
         return hidden[:n]
-
-    @property
-    def drops(self) -> bool:
-        """The setting drops tokens of a context."""
-        return self._compression is not None and not self._compression.is_window
 
     def drop(self, tokens: Sequence[int]) -> None:
         """Drops some of the tokens so far, which are `tokens`, where the setting does."""
-        if not self.drops:
+        if self._compression is None or self._compression.is_window:
             return
-        assert self._compression is not None
         keep = self._compression.budget.keep(len(tokens))
         if keep == len(tokens):
             return
-        compressor = Compressor(self._model, self.cache, self._compression.score_method())
+        compressor = self._functions.compressor(self._compression, self.cache)
         row = Row(tables=self.tables, dropped=self.dropped, num_tokens=np.int32(len(tokens)))
         kept = compressor.choose(self.cache, row, tokens, keep)
         self.cache = compressor.move(self.cache, kept, row, self.tables)
@@ -151,7 +166,7 @@ class Reading:
 
 
 def read(
-    model: DecodeModel,
+    functions: TextFunctions,
     tokens: Sequence[int],
     setting: Setting,
     *,
@@ -163,7 +178,7 @@ def read(
     """Computes a text.
 
     Args:
-      model: the decoder.
+      functions: of the decoder.
       tokens: of the text.
       setting: of the cache.
       page_size: P.
@@ -174,8 +189,8 @@ def read(
     Raises:
       ValueError: more tokens than the model takes, or a setting that does not fit.
     """
-    _check_length(model, tokens)
-    text = PagedText(model, setting, num_tokens=len(tokens), page_size=page_size, chunk=chunk)
+    _check_length(functions.model, tokens)
+    text = PagedText(functions, setting, num_tokens=len(tokens), page_size=page_size, chunk=chunk)
     for start in range(0, context, chunk):
         part = tokens[start : min(start + chunk, context)]
         text.push(part)
@@ -205,7 +220,8 @@ def kv_ranges(
         raise ValueError("a text of one token at least is needed")
     _check_length(model, tokens)
     setting, page_size = Setting(formats=choose_formats("f32", model.layers)), 64
-    text = PagedText(model, setting, num_tokens=len(tokens), page_size=page_size, chunk=chunk)
+    functions = TextFunctions(model)
+    text = PagedText(functions, setting, num_tokens=len(tokens), page_size=page_size, chunk=chunk)
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
         text.push(part)

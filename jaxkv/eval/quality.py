@@ -5,7 +5,7 @@ token is the same. Not here: how a text is computed (`paged_text`), text, models
 scripts have them).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv.cache import choose_formats
 from jaxkv.engine.model import DecodeModel
-from jaxkv.eval.paged_text import OnChunk, Reading, Setting, nothing, read
+from jaxkv.eval.paged_text import OnChunk, Reading, Setting, TextFunctions, nothing, read
 
 LOGIT_ROWS = 64  # at once: those of a chunk would be larger than the model
 
@@ -69,9 +69,10 @@ def measure(
     if len(tokens) - context < 2:
         raise ValueError("a text of two tokens at least is needed")
     full = Setting(formats=choose_formats("f32", model.layers))
+    functions, compare = TextFunctions(model), Comparison(model, model)
     readings = {
         name: read(
-            model,
+            functions,
             tokens,
             setting,
             page_size=page_size,
@@ -82,51 +83,54 @@ def measure(
         for name, setting in ({"f32": full} | dict(choices)).items()
     }
     targets = tokens[context + 1 :]
-    return {
-        name: compare((model, reading), (model, readings["f32"]), targets)
-        for name, reading in readings.items()
-    }
+    return {name: compare(reading, readings["f32"], targets) for name, reading in readings.items()}
 
 
-def compare(
-    own: tuple[DecodeModel, Reading], full: tuple[DecodeModel, Reading], targets: Sequence[int]
-) -> Quality:
-    """Distance of one reading of a text from another one.
+class Comparison:
+    """Distance of what one model makes of a text from what another one does, compiled once."""
 
-    Args:
-      own: a model and what it made of the text.
-      full: the same of what it is measured against; models may differ, vocabularies may not.
-      targets: the tokens after the first one behind the context.
-    """
-    models = own[0], full[0]
+    def __init__(self, own: DecodeModel, full: DecodeModel):
+        """Takes the model that is measured, and the one that it is measured against; they may
+        differ, their vocabularies may not."""
 
-    @jax.jit
-    def distances(
-        params: tuple[Any, Any], hidden: tuple[jax.Array, jax.Array], labels: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        here, there = (
-            jax.nn.log_softmax(model.logits(own_params, rows))
-            for model, own_params, rows in zip(models, params, hidden, strict=True)
-        )
-        loss = -jnp.take_along_axis(here, labels[:, None], axis=-1)[:, 0]
-        divergence = (jnp.exp(there) * (there - here)).sum(axis=-1)
-        return loss, divergence, here.argmax(axis=-1) == there.argmax(axis=-1)
+        def distances(
+            params: tuple[Any, Any], hidden: tuple[jax.Array, jax.Array], labels: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            here, there = (
+                jax.nn.log_softmax(model.logits(own_params, rows))
+                for model, own_params, rows in zip((own, full), params, hidden, strict=True)
+            )
+            loss = -jnp.take_along_axis(here, labels[:, None], axis=-1)[:, 0]
+            divergence = (jnp.exp(there) * (there - here)).sum(axis=-1)
+            return loss, divergence, here.argmax(axis=-1) == there.argmax(axis=-1)
 
-    params = own[0].params, full[0].params
-    found = []
-    for first in range(0, len(targets), LOGIT_ROWS):
-        labels = np.zeros(LOGIT_ROWS, np.int32)
-        here = targets[first : first + LOGIT_ROWS]
-        labels[: len(here)] = here
-        hidden = _rows(own[1].hidden, first), _rows(full[1].hidden, first)
-        found.append(np.array(distances(params, hidden, labels), np.float64)[:, : len(here)])
-    return _summary(np.concatenate(found, axis=1), own[1].nbytes)
+        self._params = own.params, full.params
+        self._distances: Callable[..., tuple[jax.Array, ...]] = jax.jit(distances)
+
+    def __call__(self, own: Reading, full: Reading, targets: Sequence[int]) -> Quality:
+        """Measures one reading of a text beside another one.
+
+        Args:
+          own: by the first model.
+          full: by the second.
+          targets: the tokens after the first one behind the context.
+        """
+        found = []
+        for first in range(0, len(targets), LOGIT_ROWS):
+            labels = np.zeros(LOGIT_ROWS, np.int32)
+            here = targets[first : first + LOGIT_ROWS]
+            labels[: len(here)] = here
+            hidden = tuple(_rows(reading.hidden, first) for reading in (own, full))
+            distances = self._distances(self._params, hidden, labels)
+            found.append(np.array(distances, np.float64)[:, : len(here)])
+        return _summary(np.concatenate(found, axis=1), own.nbytes)
 
 
-def _rows(hidden: jax.Array, first: int) -> jax.Array:
-    """LOGIT_ROWS rows from `first` on; past the end, padding."""
-    rows = hidden[first : first + LOGIT_ROWS]
-    return jnp.pad(rows, ((0, LOGIT_ROWS - rows.shape[0]), (0, 0)))
+def _rows(hidden: jax.Array, first: int) -> np.ndarray:
+    """LOGIT_ROWS rows from `first` on; past the end, padding. On the host: a slice on the device is
+    compiled for each length."""
+    rows = np.asarray(hidden)[first : first + LOGIT_ROWS]
+    return np.pad(rows, ((0, LOGIT_ROWS - rows.shape[0]), (0, 0)))
 
 
 def _summary(found: np.ndarray, nbytes: int) -> Quality:

@@ -15,4 +15,6 @@ from jaxkv.prefix.policies import EvictionPolicy as EvictionPolicy
 from jaxkv.prefix.pool import OutOfPages as OutOfPages
 from jaxkv.prefix.pool import PagePool as PagePool
 from jaxkv.prefix.shortened import ShortenedTables as ShortenedTables
+from jaxkv.prefix.snapshots import Snapshot as Snapshot
+from jaxkv.prefix.snapshots import SnapshotKey as SnapshotKey
 from jaxkv.prefix.tables import PageTables as PageTables

@@ -1,7 +1,8 @@
 """What happens to the index's pages, as a stream from which the index can be rebuilt elsewhere.
 
 A stored page is named by a number that is never used again, so that a stream may be read late.
-Events come in an order in which every parent is known before its children.
+Events come in an order in which every parent is known before its children. Snapshots are not in it:
+what is left of a context is no prefix that others could extend.
 """
 
 import itertools

@@ -11,13 +11,14 @@ copied. What is compared is token ids, never a hash. The index itself holds no p
 as kept (`pool`), and those that no sequence holds may be evicted.
 
 A hit is as long as every layer group can serve. Not here: what sliding groups keep (`sliding`),
-which leaf is evicted first (`policies`), sequences (`tables`).
+what is left of contexts that lost tokens (`snapshots`), which leaf is evicted first (`policies`),
+sequences (`tables`).
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxkv.prefix.events import Event, EventLog, StoredPage
 from jaxkv.prefix.node import (
@@ -31,6 +32,7 @@ from jaxkv.prefix.node import (
 from jaxkv.prefix.policies import LRU, EvictionPolicy
 from jaxkv.prefix.pool import PagePool
 from jaxkv.prefix.sliding import SlidingGroups
+from jaxkv.prefix.snapshots import Snapshot, SnapshotKey, Snapshots
 
 
 class Match(NamedTuple):
@@ -78,6 +80,7 @@ class PrefixIndex:
       pools, page_size, windows, sink_pages: as given.
       clock: as given.
       roots: the tree of each namespace that has pages.
+      snapshots: of contexts that lost tokens; no tree has them.
       counters: what was done so far.
     """
 
@@ -116,7 +119,11 @@ class PrefixIndex:
             self.pools, self.windows, self.sink_pages, page_size, self._log
         )
         self._slides = bool(self._sliding.windows)
+        # Whoever holds a leaf's page in any group holds it in these.
+        full = [g for g, window in enumerate(self.windows) if window is None]
+        self._guarding = full or list(range(len(self.pools)))
         self.clock = clock
+        self.snapshots = Snapshots(self.pools, page_size, self._policy, clock)
 
     def probe(self, tokens: bytes, namespace: Namespace) -> int:
         """How many of `tokens` (packed) a match would find; changes nothing, LRU order included."""
@@ -195,6 +202,30 @@ class PrefixIndex:
             self._sliding.enter(path)
         return own
 
+    def hold_snapshot(
+        self, key: SnapshotKey, *, priority: int = 0
+    ) -> tuple[Snapshot, list[list[int]], tuple[int, ...]] | None:
+        """`Snapshots.hold`, counted as a match that found all where it finds anything."""
+        found = self.snapshots.hold(key, priority=priority)
+        if found is not None:
+            self.counters.num_matches += 1
+            self.counters.queried_tokens += found[0].num_tokens
+            self.counters.hit_tokens += found[0].num_tokens
+        return found
+
+    def insert_snapshot(
+        self,
+        key: SnapshotKey,
+        pages: Sequence[list[int]],
+        lens: Sequence[int],
+        kept: Any,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """See `Snapshots.insert`."""
+        snapshot = self.snapshots.insert(key, pages, lens, kept, priority=priority)
+        self.counters.stored_pages += snapshot.num_pages
+
     def evict(self, group: int, num_pages: int) -> int:
         """Lets cached pages of a group go until `num_pages` of them are free, or none is cached.
 
@@ -204,12 +235,19 @@ class PrefixIndex:
         pool, freed = self.pools[group], 0
         if self.windows[group] is not None:
             freed = self._sliding.evict_behind(group, num_pages)
+        gave = False
         while freed < num_pages and pool.num_cached:
             node = self._policy.victim()
             if node is None:
-                break
-            given = 0 if node.children else self._evict_tail(node, group, num_pages - freed)
-            if not given:
+                if not gave:
+                    break
+                self._policy.resume()  # who was passed over for its children may have none by now
+                gave = False
+                continue
+            given = self._evict_from(node, group, num_pages - freed)
+            if given:
+                gave = True
+            else:
                 self._policy.defer(node)
             freed += given
         self._policy.resume()
@@ -231,6 +269,8 @@ class PrefixIndex:
         for _, node in reversed(list(self.nodes())):  # a leaf takes with it what it alone covered
             if node.parent is not None:
                 self._truncate(node, 0)
+        for snapshot in self.snapshots:
+            self._drop_snapshot(snapshot)
 
     def nodes(self) -> Iterator[tuple[Namespace, Node]]:
         """All nodes, those above before those below."""
@@ -363,17 +403,38 @@ class PrefixIndex:
         if isinstance(node, Root) and not node.children:
             del self.roots[node.namespace]
 
+    def _drop_snapshot(self, snapshot: Snapshot) -> None:
+        self.counters.evicted_pages += snapshot.num_pages
+        self.snapshots.drop(snapshot)
+
+    def _evict_from(self, node: Node, group: int, num_pages: int) -> int:
+        """Lets pages of a victim go, of a snapshot all.
+
+        Returns:
+          How many of the group became free.
+        """
+        if isinstance(node, Snapshot):
+            freed = self.snapshots.num_unheld(node, group)
+            if freed:
+                self._drop_snapshot(node)
+            return freed
+        return 0 if node.children else self._evict_tail(node, group, num_pages)
+
     def _evict_tail(self, leaf: Node, group: int, num_pages: int) -> int:
-        """Truncates a leaf until `num_pages` of a group are free, or what is left is held."""
+        """Truncates a leaf until `num_pages` of a group are free, or what is left is held.
+
+        A row that lost tokens holds pages of windows alone, and keeps them when the leaf goes.
+        """
         most = leaf.num_pages if self._slides else min(num_pages, leaf.num_pages)
-        for g, ids in enumerate(leaf.pages):
-            most = self.pools[g].unheld_tail(ids, most)
+        for g in self._guarding:
+            most = self.pools[g].unheld_tail(leaf.pages[g], most)
             if not most:
                 return 0
         freed = most
         if self._slides:
             tail = leaf.pages[group][-most:]
-            there = [place for place, page in enumerate(tail) if page][-num_pages:]
+            is_held = self.pools[group].is_held
+            there = [i for i, page in enumerate(tail) if page and not is_held(page)][-num_pages:]
             if not there:
                 return 0
             freed, most = len(there), most - there[0]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxkv.prefix.index import PrefixIndex
 from jaxkv.prefix.node import TOKEN, Node
+from jaxkv.prefix.snapshots import Snapshot
 from jaxkv.prefix.tables import PageTables
 
 
@@ -18,9 +19,9 @@ def check_integrity(
 ) -> None:
     """Checks that everybody's books agree.
 
-    The tree is well formed; the pages that it has are those that the pools know as kept, each in
-    one place; the pages that rows hold are those that the pools know as held, as often; free,
-    cached and held pages add up to the capacity.
+    The tree and the snapshots are well formed; the pages that they have are those that the pools
+    know as kept, each in one place; the pages that rows hold are those that the pools know as held,
+    as often; free, cached and held pages add up to the capacity.
 
     Args:
       index: the index.
@@ -37,6 +38,8 @@ def check_integrity(
             raise ValueError(f"{namespace} is empty and still has a root")
     for _, node in index.nodes():
         _check_node(index, node, kept)
+    for snapshot in index.snapshots:
+        _check_snapshot(index, snapshot, kept)
     for g, pool in enumerate(index.pools):
         pool.check_integrity()
         held = Counter(page for holder in holders for page in holder[g] if page)
@@ -51,6 +54,19 @@ def check_integrity(
         num_cached = sum(1 for page in kept[g] if not held[page])
         if (pool.num_free, pool.num_cached) != (num_free, num_cached):
             raise ValueError(f"group {g}: {num_free} pages are free and {num_cached} cached")
+
+
+def _check_snapshot(index: PrefixIndex, snapshot: Snapshot, kept: list[Counter[int]]) -> None:
+    """Checks a snapshot by itself, and counts its pages in each group."""
+    n = snapshot.num_tokens
+    if index.snapshots.get(snapshot.found_by) is not snapshot:
+        raise ValueError(f"snapshot of {n} tokens: is not where its key leads")
+    for g, (ids, length) in enumerate(zip(snapshot.pages, snapshot.lens, strict=True)):
+        if not 0 <= length <= n or len(ids) != -(-length // index.page_size):
+            raise ValueError(f"snapshot of {n} tokens: {len(ids)} pages for {length} in group {g}")
+        if index.windows[g] is None and 0 in ids:
+            raise ValueError(f"snapshot of {n} tokens: lacks a page of full group {g}")
+        kept[g].update(page for page in ids if page)
 
 
 def _check_node(index: PrefixIndex, node: Node, kept: list[Counter[int]]) -> None:

@@ -41,7 +41,10 @@ class Namespace:
     Attributes:
       model: whose K and V these are; another set of weights is another model.
       kv_format: how they are stored, rotation and scales included.
-      method: which tokens they were computed from, where not from all before them: a window's name.
+      method: which tokens they were computed from, where not from all before them: a window's name;
+        of a snapshot, what dropped some.
+      dropped_at: of a snapshot, the number of tokens when some were dropped; 0 where all are there.
+      protect: of a snapshot, spans of tokens that were not to be dropped.
       adapter: of the weights, a name and a version; None is the bare model.
       salt: secret of a tenant, who then shares with nobody else; None is public.
     """
@@ -49,6 +52,8 @@ class Namespace:
     model: str = ""
     kv_format: str = ""
     method: str = ""
+    dropped_at: int = 0
+    protect: tuple[tuple[int, int], ...] = ()
     adapter: tuple[str, int] | None = None
     salt: str | None = None
 

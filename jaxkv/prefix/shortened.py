@@ -3,14 +3,16 @@ than there are.
 
 What is left of them stands in the group's pages one after the other, so a group's row is as long as
 its own tokens need, and the next token goes behind them. Not here: which tokens go
-(`jaxkv.compress`), nor their K and V, which are moved on the device.
+(`jaxkv.compress`), nor their K and V, which are moved and copied on the device.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxkv.prefix.pool import OutOfPages
+from jaxkv.prefix.snapshots import Snapshot, SnapshotKey
 from jaxkv.prefix.tables import PageTables
 
 
@@ -58,6 +60,97 @@ class ShortenedTables(PageTables):
             held[g] = pool.acquire(count)
             self._show(g, row, 0, held[g])
             self._dropped[g, row] = num_tokens - length
+
+    def take_snapshot(
+        self, row: int, key: SnapshotKey, *, priority: int = 0
+    ) -> tuple[Snapshot, tuple[int, ...]] | None:
+        """Fills an empty row with what the index has of a context that lost tokens.
+
+        Returns:
+          The snapshot, and in each group the page to copy onto the row's next one, before any page
+          is written; 0 for nothing to copy. None where there is no such snapshot.
+        """
+        found = None
+        if self._index is not None:
+            found = self._index.hold_snapshot(key, priority=priority)
+        if found is None:
+            return None
+        snapshot, pages, sources = found
+        self._fill(row, pages)
+        self._dropped[:, row] = [snapshot.num_tokens - length for length in snapshot.lens]
+        self.num_pages[row] = max(map(len, pages))
+        return snapshot, sources
+
+    def share_snapshot(self, row: int, key: SnapshotKey) -> bool:
+        """Gives a row that lost tokens the whole pages of the snapshot of the same ones, where
+        there is one, for its own; returns whether there is.
+
+        Pages of windows stay its own: the tree may keep them.
+        """
+        found = None if self._index is None else self._index.snapshots.hold(key)
+        if found is None:
+            return False
+        held = self._held_by(row)
+        for g, ids in enumerate(found[1]):
+            pool = self.pools[g]
+            if g in self._windows:
+                pool.release([page for page in ids if page])
+                continue
+            pool.release(held[g][: len(ids)])
+            held[g][: len(ids)] = ids
+            self._show(g, row, 0, ids)
+        return True
+
+    def pages_for_windows(self, row: int) -> dict[int, dict[int, int]] | None:
+        """Takes pages for copies of what a row holds in sliding groups: the tree keeps the row's
+        own, and no page is kept twice.
+
+        Returns:
+          By group and page of the row, the page to copy it to, held by the caller. None where there
+          are too few.
+        """
+        held, taken = self._held_by(row), {}
+        try:
+            for g in self._windows:
+                own = [page for page in held[g] if page]
+                if len(own) > self.pools[g].num_free:
+                    self._make_free(g, len(own))
+                taken[g] = dict(zip(own, self.pools[g].acquire(len(own)), strict=True))
+        except OutOfPages:
+            for g, copies in taken.items():
+                self.pools[g].release(list(copies.values()))
+            return None
+        return taken
+
+    def publish_snapshot(
+        self,
+        row: int,
+        num_tokens: int,
+        key: SnapshotKey,
+        kept: Any,
+        copies: Mapping[int, Mapping[int, int]],
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Makes what is left of a row known to the index.
+
+        Args:
+          row: an open row that has just lost tokens.
+          num_tokens: that it has, dropped ones included.
+          key: of no snapshot that is there.
+          kept: see `Snapshot`.
+          copies: what `pages_for_windows` returned, copied; it is held no more.
+          priority: of the row's request.
+        """
+        assert self._index is not None
+        pages = [
+            [copies[g].get(page, 0) for page in ids] if g in copies else ids
+            for g, ids in enumerate(self._held_by(row))
+        ]
+        lens = (num_tokens - self._dropped[:, row]).tolist()
+        self._index.insert_snapshot(key, pages, lens, kept, priority=priority)
+        for g, own in copies.items():
+            self.pools[g].release(list(own.values()))
 
     def grow(self, row: int, num_tokens: int) -> None:
         """See `PageTables.grow`."""

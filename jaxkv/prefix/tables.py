@@ -116,12 +116,7 @@ class PageTables:
         if self._index is None:
             return 0, (0,) * len(self.pools)
         match = self._index.match(tokens, namespace, priority=priority)
-        held[:] = match.pages
-        for g, ids in enumerate(held):
-            self._show(g, row, 0, ids)
-        for g in self._windows:
-            gone = held[g].count(0)
-            self._first[g][row] = self._sinks[g] + gone if gone else 0
+        self._fill(row, match.pages)
         self.num_pages[row] = len(held[0])
         return match.num_tokens, match.sources
 
@@ -211,6 +206,10 @@ class PageTables:
                 self.pages[g][row, start:end] = 0
                 self._first[g][row] = end
 
+    def num_stored(self, group: int, row: int | None, num_tokens: int) -> int:
+        """How many of a row's tokens a group has slots for: all that it has not dropped."""
+        return num_tokens if self.dropped is None else num_tokens - int(self.dropped[group, row])
+
     @property
     def slides(self) -> bool:
         """Some group has a window, so that rows give pages back (`trim`)."""
@@ -275,6 +274,16 @@ class PageTables:
                 if self.num_pages[row] != len(ids):
                     raise ValueError(f"row {row} has {len(ids)} pages, not {self.num_pages[row]}")
         return [held for held in self._held if held is not None]
+
+    def _fill(self, row: int, pages: Sequence[list[int]]) -> None:
+        """Makes pages that are held for it those of an empty row."""
+        held = self._held_by(row)
+        held[:] = pages
+        for g, ids in enumerate(held):
+            self._show(g, row, 0, ids)
+        for g in self._windows:
+            gone = held[g].count(0)
+            self._first[g][row] = self._sinks[g] + gone if gone else 0
 
     def _show(self, group: int, row: int, start: int, ids: list[int]) -> None:
         """Writes ids into a row's array, from logical page `start` on."""

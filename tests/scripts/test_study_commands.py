@@ -2,6 +2,11 @@
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +15,8 @@ import pytest
 from models.loading import load_model
 from scripts import console, decode, heads, tradeoff, uptrain
 from tests.models.tiny_checkpoint import write_gguf
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +76,46 @@ def test_a_study_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
     again = json.loads(lost.read_text())
     assert again == before
     assert sum('"date": "1' in file.read_text() for file in marked.values()) == len(marked) - 1
+
+
+@pytest.mark.slow
+def test_a_study_that_is_killed_goes_on_to_the_results_of_one_that_is_not(tmp_path, model, text):
+    """By SIGKILL in the middle of its rows, with a row's file torn on top of it."""
+    axes = ["--formats", "f32", "int8", "--methods", "none", "knorm", "keydiff", "random"]
+
+    def start(out: Path) -> subprocess.Popen:
+        argv = tradeoff_argv(model, text, out, *axes)
+        command = [sys.executable, str(ROOT / "scripts"), "tradeoff", *argv]
+        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+        return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def rows(out: Path) -> list[Path]:
+        return sorted(out.glob("*/metrics.json"))
+
+    def results(out: Path) -> list[dict]:
+        found = json.loads((out / "results.json").read_text())
+        return [{k: v for k, v in row.items() if k not in ("command", "date")} for row in found]
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start(killed)
+    while len(rows(killed)) < 3:
+        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert 3 <= len(rows(killed)) < 8 and not (killed / "results.json").exists()
+    torn, *done = rows(killed)
+    torn.write_bytes(torn.read_bytes()[:-40])
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in done}
+    (killed / "results.csv").write_text("heads,kv_format,me")
+    for out in (killed, whole):
+        process = start(out)
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors.decode()
+    assert {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in done} == before
+    assert len(rows(killed)) == 8 and results(killed) == results(whole)
+    assert (killed / "results.csv").read_bytes() == (whole / "results.csv").read_bytes()
 
 
 @pytest.mark.slow

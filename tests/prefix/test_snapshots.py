@@ -1,0 +1,187 @@
+"""Snapshots among rows, trees and eviction: whatever comes in whatever order, the books agree and
+every slot that a row reads has the token that it should."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from jaxkv.prefix import (
+    POLICIES,
+    Namespace,
+    OutOfPages,
+    PagePool,
+    Pins,
+    PrefixIndex,
+    ShortenedTables,
+    SnapshotKey,
+    check_integrity,
+    pack,
+)
+
+P, PUBLIC = 4, Namespace()
+
+
+@dataclass
+class Row:
+    """A sequence: what each group has, by slot, is positions in it."""
+
+    row: int
+    tokens: list[int]
+    context: int
+    num_computed: int = 0
+    slots: list[list[int]] = field(default_factory=list)
+
+    @property
+    def key(self) -> SnapshotKey:
+        namespace = replace(PUBLIC, method="m", dropped_at=self.context)
+        return SnapshotKey(pack(self.tokens[: self.context]), namespace)
+
+
+class World:
+    """Two full groups that lose different numbers of tokens and one with a window, on a device
+    whose slots are what a token would have computed: all tokens up to it."""
+
+    def __init__(self, seed: int, policy: str):
+        self.rng = random.Random(seed)
+        self.windows = (None, 6, None)
+        self.pools = [PagePool(n) for n in (25, 14, 25)]
+        self.index = PrefixIndex(self.pools, P, self.windows, policy=POLICIES[policy]())
+        self.tables = ShortenedTables(
+            self.pools,
+            P,
+            max_sequences=4,
+            max_pages=16,
+            windows=self.windows,
+            index=self.index,
+            pins=Pins(self.index),
+        )
+        self.device = [[[None] * P for _ in range(26)] for _ in self.pools]
+        self.rows: list[Row] = []
+        self.num_taken = 0
+
+    def left(self, group: int, row: Row) -> list[int]:
+        """Which tokens of a context a group keeps: a function of the context."""
+        own = random.Random(str((group, row.tokens[: row.context])))
+        return sorted(own.sample(range(row.context), max(1, row.context * (1 + group) // 5)))
+
+    def start(self) -> None:
+        if len(self.rows) == 4:
+            return
+        context = [7, 8, self.rng.choice((1, 2)), *range(10, 20)][: self.rng.choice((9, 13))]
+        tokens = context + self.rng.choices((3, 4), k=self.rng.randint(1, 9))
+        row = Row(self.tables.open(), tokens, len(context))
+        found = self.tables.take_snapshot(row.row, row.key)
+        if found is not None:
+            assert found[0].kept == [self.left(g, row) for g in (0, 2)]
+            row.num_computed, sources = row.context, found[1]
+            row.slots = [self.left(0, row), list(range(row.context)), self.left(2, row)]
+            self.num_taken += 1
+        else:
+            n, sources = self.tables.match(row.row, pack(tokens[: row.context - 1]), PUBLIC)
+            row.num_computed, row.slots = n, [list(range(n)) for _ in self.pools]
+        self.rows.append(row)
+        try:
+            self.tables.grow(row.row, row.num_computed + 1)
+        except OutOfPages:
+            return self.close(row)
+        for g, source in enumerate(sources):
+            if source:
+                target = self.tables.pages[g][row.row, len(row.slots[g]) // P]
+                self.device[g][target] = list(self.device[g][source])
+
+    def compute(self, row: Row) -> None:
+        """A chunk, to the end of the context at most, where some are dropped."""
+        end = row.context if row.num_computed < row.context else len(row.tokens)
+        n = min(end, row.num_computed + self.rng.randint(1, 6))
+        try:
+            self.tables.grow(row.row, n)
+        except OutOfPages:
+            return self.close(row)
+        for g, slots in enumerate(row.slots):
+            for position in range(row.num_computed, n):
+                page = self.tables.pages[g][row.row, len(slots) // P]
+                self.device[g][page][len(slots) % P] = tuple(row.tokens[: position + 1])
+                slots.append(position)
+        before, row.num_computed = row.num_computed, n
+        if n <= row.context:
+            self.tables.publish(row.row, pack(row.tokens[: n if n == end else n - n % P]), PUBLIC)
+        self.tables.trim(np.array([row.row]), np.array([n]))
+        if n == row.context and before < n:
+            self.shorten(row)
+
+    def shorten(self, row: Row) -> None:
+        left = {g: self.left(g, row) for g in (0, 2)}
+        held = [list(ids) for ids in self.tables._held[row.row]]
+        read = {g: [self.device[g][held[g][i // P]][i % P] for i in left[g]] for g in left}
+        try:
+            self.tables.shorten(row.row, row.context, {g: len(x) for g, x in left.items()})
+        except OutOfPages:
+            return self.close(row)
+        for g, values in read.items():
+            row.slots[g] = list(left[g])
+            for i, value in enumerate(values):
+                page = self.tables.pages[g][row.row, i // P]
+                self.device[g][page] = list(self.device[g][page])
+                self.device[g][page][i % P] = value
+        if self.tables.share_snapshot(row.row, row.key):
+            return
+        copies = self.tables.pages_for_windows(row.row)
+        if copies is not None:
+            for g, pages in copies.items():
+                for source, target in pages.items():
+                    self.device[g][target] = list(self.device[g][source])
+            kept = [left[0], left[2]]
+            self.tables.publish_snapshot(row.row, row.context, row.key, kept, copies)
+
+    def close(self, row: Row) -> None:
+        self.tables.close(row.row)
+        self.rows.remove(row)
+
+    def evict(self) -> None:
+        g = self.rng.randrange(len(self.pools))
+        wanted, pool = self.rng.choice((1, 3, 99)), self.pools[g]
+        free, cached = pool.num_free, pool.num_cached
+        freed = self.index.evict(g, wanted)
+        assert pool.num_free == free + freed and freed >= min(wanted, cached)
+
+    def check(self) -> None:
+        check_integrity(self.index, self.tables)
+        for row in self.rows:
+            for g, window in enumerate(self.windows):
+                first = 0 if window is None else max(0, row.num_computed - window + 1)
+                for i, position in enumerate(row.slots[g]):
+                    if position >= first:
+                        value = self.device[g][self.tables.pages[g][row.row, i // P]][i % P]
+                        assert value == tuple(row.tokens[: position + 1])
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_whatever_is_shared_evicted_and_ended_the_books_agree_and_slots_are_right(policy):
+    num_taken = 0
+    for seed in range(8):
+        world = World(seed, policy)
+        for _ in range(120):
+            step = world.rng.random()
+            if step < 0.35 or not world.rows:
+                world.start()
+            elif step < 0.85:
+                row = world.rng.choice(world.rows)
+                if row.num_computed == len(row.tokens):
+                    world.close(row)
+                else:
+                    world.compute(row)
+            elif step < 0.93:
+                world.close(world.rng.choice(world.rows))
+            else:
+                world.evict()
+            world.check()
+        for row in list(world.rows):
+            world.close(row)
+        world.index.reset()
+        world.check()
+        assert not len(world.index.snapshots) and not world.index.roots
+        assert all(pool.num_free == pool.capacity for pool in world.pools)
+        num_taken += world.num_taken
+    assert num_taken > 40
