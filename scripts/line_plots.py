@@ -3,23 +3,16 @@
 matplotlib comes with the extra `plot`; where it is absent, experiments leave their tables alone.
 """
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts import plots
+
 SUFFIXES = (".png", ".svg")
 
 Line = Sequence[tuple[float, float, float]]  # x, y and the spread of y
-
-
-def can_plot() -> bool:
-    """matplotlib is there."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    return True
 
 
 def save_lines(
@@ -46,11 +39,9 @@ def save_lines(
     Returns:
       The files; none where matplotlib is absent.
     """
-    if not can_plot():
+    if importlib.util.find_spec("matplotlib") is None:
         return []
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = plots.new_figure()
     for name, points in lines.items():
         x, y, spread = zip(*points, strict=True)
         errors: Any = spread if any(spread) else None
@@ -62,13 +53,9 @@ def save_lines(
         axes.annotate(name, (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom")
     if log_y:
         axes.set_yscale("log")
-    axes.set_xlabel(labels[0])
-    axes.set_ylabel(labels[1])
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
+    axes.set(xlabel=labels[0], ylabel=labels[1], title=title)
     axes.legend(fontsize="small")
     files = [path.with_name(path.name + suffix) for suffix in SUFFIXES]
     for file in files:
-        figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+        plots.save(figure, file)
     return files

@@ -1,7 +1,8 @@
-"""Figures of the ledger and the simulators, drawn by matplotlib (the extra `plot`).
+"""Figures, drawn by matplotlib (the extra `plot`): how all are begun and saved, and those of the
+ledger and the simulators.
 
-Not a command; not here: the figures' numbers. A figure is made without a display, and its SVG is
-the same for the same numbers.
+Not a command; not here: the figures' numbers, nor the lines of experiments (`line_plots`). A figure
+is made without a display, and its SVG is the same for the same numbers.
 """
 
 from collections.abc import Sequence
@@ -40,6 +41,18 @@ def require() -> None:
         raise LedgerError("figures need matplotlib: pip install 'jaxkv[plot]'") from None
 
 
+def new_figure(height: float = HEIGHT) -> "tuple[Figure, Axes]":
+    """A figure of one plot, so many inches high; raises LedgerError as `require` does."""
+    require()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
 def save(figure: "Figure", file: Path | TextIO) -> None:
     """Writes a figure as what a path ends with, PNG or SVG; into an open file as SVG."""
     import matplotlib
@@ -54,7 +67,7 @@ def cache_sizes(
     models: Sequence[Model], choices: Sequence[str], weights: str, unit: str
 ) -> "Figure":
     """KV bytes of one sequence against its length, and the weights as a level line."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for i, model in enumerate(models):
         colour = COLOURS[i % len(COLOURS)]
         for j, choice in enumerate(choices):
@@ -139,7 +152,7 @@ def waste(results: Sequence[Fragmentation]) -> "Figure":
 
 def hits(results: Sequence[Reuse]) -> "Figure":
     """Hit rates, a bar a cache and order."""
-    figure, axes = _figure(0.7 + 0.34 * len(results))
+    figure, axes = new_figure(0.7 + 0.34 * len(results))
     names = [f"{one.cache}, {one.eviction}" for one in results]
     colours = [COLOURS[4 if one.eviction == "optimum" else 0] for one in results]
     bars = axes.barh(names, [one.hit_rate for one in results], color=colours)
@@ -157,17 +170,6 @@ def allocator_name(result: Fragmentation) -> str:
 def literal(text: str) -> str:
     """A label that shows a name as it is: a `$` would begin a formula, a `_` hide it."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
-
-
-def _figure(height: float = HEIGHT) -> "tuple[Figure, Axes]":
-    require()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
-    return figure, axes
 
 
 def _context_ticks(axes: "Axes", lengths: Sequence[int]) -> None:
