@@ -66,7 +66,7 @@ class Plan:
             lanes=pages.kv.shape[4],
             affine=isinstance(pages, AffinePages),
             page_size=pages.page_size,
-            group=max(n for n in range(1, K + 1) if K % n == 0 and n <= max(1, SUBLANES // rows)),
+            group=_group(pages, rows),
             head_rows=rows,
             block_tokens=block_tokens(pages, kind),
             num_buffers=sizes.num_buffers,
@@ -145,6 +145,13 @@ class Plan:
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, size - x.shape[axis])
         return jnp.pad(x, widths)
+
+
+def _group(pages: KernelPages, rows: int) -> int:
+    """KV heads that are worked on at once, `rows` query rows each."""
+    K, whole_registers = pages.num_kv_heads, pages.kv.shape[4] % LANES == 0
+    most = SUBLANES // rows if whole_registers else 1  # others do not lie side by side for free
+    return max((n for n in range(1, most + 1) if K % n == 0), default=1)
 
 
 def _factors(q: jax.Array, pages: KernelPages, tile: Tile) -> DTypeLike:
