@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.pages import LAYOUTS, Pages, by_layout
+from pallas_kernels.pages import LAYOUTS, Pages, by_layout, pool_shape
 from pallas_kernels.quantised_pages import (
     CHANNEL_GROUP,
     AffinePages,
@@ -53,6 +53,9 @@ def check_pages(pages: AnyPages) -> None:
         size, name = _doubled(pages)
         require(size >= 2 and size % 2 == 0, f"{name} of pages.kv must be even, got {size}")
         require(pages.num_kv_heads >= 1, "K = 0 KV heads")
+        if pages.layout == "paired":
+            got, lanes = pages.kv.shape[4], pool_shape("paired", 1, 1, 1, pages.row_size)[4]
+            require(got == lanes, f"the last axis of pages.kv must be {lanes}, got {got}")
     require(pages.num_pages >= 1, "N = 0 pages; a pool has the null page at least")
     require(
         pages.page_size in PAGE_SIZES,

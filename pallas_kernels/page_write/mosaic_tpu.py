@@ -33,7 +33,11 @@ Ref = Any
 
 def refusal(pages: AnyPages) -> str | None:
     """Why these pages cannot be written, or None."""
-    return None if pages.layout == "paired" else "pages must be paired"
+    if pages.layout != "paired":
+        return "pages must be paired"
+    if pages.kv.dtype == jnp.float16:
+        return "float16 is no type of a TPU's vector unit"
+    return None
 
 
 @jax.jit

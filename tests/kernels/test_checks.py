@@ -4,7 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Pages, copy_pages, merge_partials, ragged_paged_attention, write_pages
+from pallas_kernels import (
+    AffinePages,
+    Pages,
+    copy_pages,
+    merge_partials,
+    ragged_paged_attention,
+    write_pages,
+)
 
 T, B, M, N, H, K, D, P = 5, 2, 3, 8, 4, 2, 16, 8
 
@@ -33,6 +40,21 @@ BAD_PAGES = {
     "five dims": (
         dict(pages=Pages(kv=floats(1, N, P, 2 * K, D))),
         r"pages\.kv.*\(1, 8, 8, 4, 16\)",
+    ),
+    "halves of registers, paired": (
+        dict(pages=Pages(kv=floats(N, K, 2, P, 64), layout="paired")),
+        r"last axis of pages\.kv must be 128, got 64",
+    ),
+    "2 bits, paired": (
+        dict(
+            pages=AffinePages(
+                kv=jnp.zeros((N, K, 1, P, 64), jnp.uint8),
+                parameters=jnp.zeros((N, 2 * K, P), jnp.uint32),
+                bits=2,
+                layout="paired",
+            )
+        ),
+        r"bits must be 4, got 2",
     ),
     "int8 pages": (dict(pages=pages(dtype=jnp.int8)), r"pages\.kv.*int8"),
     "layout": (dict(pages=pages(layout="paged")), r"layout.*'paged'"),

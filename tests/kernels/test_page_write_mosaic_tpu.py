@@ -105,8 +105,17 @@ def test_pages_are_copied_all_reads_before_all_writes(kind, source, target):
     assert_same(*(copy_pages(pages, *ids, backend=backend) for backend in ("mosaic_tpu", "xla")))
 
 
-def test_pages_of_another_layout_are_refused():
-    pages = Pages(kv=jnp.zeros((N, 2 * K, 8, D)), layout="head_major")
-    rows = jnp.zeros((1, K, D))
-    with pytest.raises(ValueError, match="mosaic_tpu does not take this: pages must be paired"):
-        write_pages(pages, rows, rows, jnp.zeros(1, jnp.int32), backend="mosaic_tpu")
+@pytest.mark.parametrize(
+    ("layout", "dtype", "reason"),
+    [
+        ("head_major", jnp.float32, "pages must be paired"),
+        ("paired", jnp.float16, "float16 is no type of a TPU's vector unit"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused(layout, dtype, reason):
+    pages = Pages(kv=jnp.zeros(pool_shape(layout, N, 8, K, D), dtype), layout=layout)
+    rows, ids = jnp.zeros((1, K, D)), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match=f"mosaic_tpu does not take this: {reason}"):
+        write_pages(pages, rows, rows, ids, backend="mosaic_tpu")
+    with pytest.raises(ValueError, match=f"mosaic_tpu does not take this: {reason}"):
+        copy_pages(pages, ids, ids, backend="mosaic_tpu")
