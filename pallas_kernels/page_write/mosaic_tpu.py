@@ -35,7 +35,7 @@ def refusal(pages: AnyPages) -> str | None:
     """Why these pages cannot be written, or None."""
     if pages.layout != "paired":
         return "pages must be paired"
-    if pages.kv.dtype == jnp.float16:
+    if jnp.float16 in [array.dtype for array in pages.paged.values()]:
         return "float16 is no type of a TPU's vector unit"
     return None
 
