@@ -33,7 +33,7 @@ class BlockSizes:
     block_bytes: int = 2 << 20
     block_tokens: int = 1024
     num_buffers: int = 2
-    groups_ahead: int = 2
+    groups_ahead: int = 4
     tile_rows: int = 512
 
 
