@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention.mosaic_tpu.tuning import TABLES
 from pallas_kernels.targets import TPU_TARGETS, find_compiler, read_schedule
-from pallas_kernels.targets.cases import NAMES, Shape
+from pallas_kernels.targets.cases import DTYPES, NAMES, Shape
 from pallas_kernels.targets.probe import Row, probe
 from tests.scripts.test_console import run_scripts
 
@@ -55,7 +56,8 @@ def test_every_named_shape_compiles_in_place(target):
 @pytest.mark.slow
 @pytest.mark.parametrize("table", sorted(TABLES.glob("*.json")), ids=lambda path: path.stem)
 def test_every_row_of_a_table_of_block_sizes_compiles(table):
-    steps, dtypes = {"row": "decode", "rows": "prefill"}, {"bfloat16": "bf16", "int8": "int8"}
+    steps = {"row": "decode", "rows": "prefill"}
+    dtypes = {jnp.dtype(dtype).name: name for name, dtype in DTYPES.items()}
     rows = json.loads(table.read_text())
     names = [f"{steps[row['tile']]}-{dtypes[row['dtype']]}-h32-k8-d128-p16" for row in rows]
     assert len(set(names)) == len(names) > 0
