@@ -2,7 +2,7 @@
 
     get       the snapshot of a context; changes nothing
     hold      the same, and its pages are held for the caller
-    insert    a row's pages become a snapshot; where there is one already, the caller gets its pages
+    insert    a row's pages become a snapshot
     drop      a snapshot goes, whole
 
 Which tokens stay follows from the whole context, so a snapshot cannot be cut at a token: it is an
