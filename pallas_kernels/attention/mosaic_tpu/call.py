@@ -118,11 +118,13 @@ def _attend(
     q = times_fixed_scales(q, pages, 0)
     by_head = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
     by_head = by_head.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
-    grouped = plan.by_group(plan.spread(by_head))
-    if plan.splits:
-        queries = operands.split(grouped.astype(jnp.float32), plan.dtype)
+    if plan.splits:  # before they are spread: parts are smaller than what they are parts of
+        parts, factor = operands.split(by_head.astype(jnp.float32), plan.dtype)
+        parts = jnp.split(parts, operands.NUM_PARTS, axis=-2)
+        grouped = jnp.concatenate([plan.by_group(plan.spread(x)) for x in parts], axis=-2)
+        queries = grouped, plan.by_group(factor)
     else:
-        queries = (grouped.astype(plan.dtype),)
+        queries = (plan.by_group(plan.spread(by_head.astype(plan.dtype))),)
     bounds = jnp.repeat(bounds, G, axis=1)[:, None]
     bounds = jnp.broadcast_to(bounds, (tiles.count, K, tile * G, 2))
     bounds = plan.by_group(bounds)[:, 0]  # equal in all groups
