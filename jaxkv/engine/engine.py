@@ -44,6 +44,7 @@ from jaxkv.engine.step import (
     build_buffer,
 )
 from jaxkv.engine.stopping import AnswerText
+from jaxkv.engine.streams import Streams
 from jaxkv.prefix import Event, Namespace, ShortenedTables, pack
 
 
@@ -115,7 +116,7 @@ class Engine:
         self._layouts: dict[StepShape, StepLayout] = {}  # of the shapes that were run
         self._sampling = SamplingRows(self.config.max_sequences, model.vocab_size)
         self._sequences: dict[int, Sequence] = {}
-        self._parked: dict[int, list[Delta]] = {}  # of the requests of open streams
+        self._streams = Streams()
         self._next_id = 0
         self.metrics = EngineMetrics()
 
@@ -202,6 +203,20 @@ class Engine:
             sample = self._queue(other, fork_of=first)
             first.completion.samples.append(sample.completion)
         return first.completion
+
+    def submit_or_refuse(self, request: Request) -> Completion:
+        """Queues a request as `submit`; one that is refused has ended, with the error."""
+        try:
+            return self.submit(request)
+        except RequestError as error:
+            refused = Completion(
+                self._next_id,
+                len(request.prompt) if isinstance(request.prompt, tuple) else 0,
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+            )
+            self._next_id += 1
+            return refused
 
     def fork(self, request_id: int, *, last_token: int) -> Completion:
         """Starts a further request that goes on from what a stepwise one has generated so far.
@@ -293,48 +308,14 @@ class Engine:
         may run by turns on one engine: each yields its own requests alone. Leaving the iterator
         early aborts what is unfinished.
         """
-        served: list[Completion] = []
-        try:
-            for request in requests:
-                completion = self._submit_or_refuse(request)
-                served += (completion, *completion.samples)
-                self._parked |= {one.request_id: [] for one in (completion, *completion.samples)}
-                if completion.error is not None:
-                    yield Delta(completion, (), "")
-            while True:
-                for completion in served:
-                    parked = self._parked[completion.request_id]
-                    while parked:
-                        yield parked.pop(0)
-                if all(completion.finish_reason is not None for completion in served):
-                    return
-                self._step_and_park()
-        finally:
-            for completion in served:
-                self.abort(completion.request_id)
-                self._parked.pop(completion.request_id, None)
+        return self._streams.serve(self, requests, [])
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serves requests together and returns their completions in order; see `stream`."""
         completions: list[Completion] = []
-        served: list[Completion] = []
-        try:
-            for request in requests:
-                completions.append(self._submit_or_refuse(request))
-                served += (completions[-1], *completions[-1].samples)
-            while any(completion.finish_reason is None for completion in served):
-                self._step_and_park()
-        finally:
-            for completion in served:
-                self.abort(completion.request_id)
+        for _ in self._streams.serve(self, requests, completions):
+            pass
         return completions
-
-    def _step_and_park(self) -> None:
-        """Runs a step, keeping for each open stream what belongs to it."""
-        for delta in self.step():
-            parked = self._parked.get(delta.completion.request_id)
-            if parked is not None:
-                parked.append(delta)
 
     def _queue(
         self,
@@ -391,19 +372,6 @@ class Engine:
         sequence.tokens[-1] = sequence.completion.tokens[-1] = last_token
         sequence.seen = self._seen(sequence.request, sequence.tokens)
         sequence.paused = False
-
-    def _submit_or_refuse(self, request: Request) -> Completion:
-        try:
-            return self.submit(request)
-        except RequestError as error:
-            refused = Completion(
-                self._next_id,
-                len(request.prompt) if isinstance(request.prompt, tuple) else 0,
-                finish_reason=FinishReason.ERROR,
-                error=str(error),
-            )
-            self._next_id += 1
-            return refused
 
     def _answer_text(self, request: Request) -> AnswerText | None:
         if self._detokenizer is None:
