@@ -29,7 +29,6 @@ pipeline of pages is that of Ragged Paged Attention, arXiv 2604.15464.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.mosaic_tpu import operands, tuning
+from pallas_kernels.attention.mosaic_tpu import tuning
 from pallas_kernels.attention.mosaic_tpu.fetch import FIELDS, Fetch, TileScalars
 from pallas_kernels.attention.mosaic_tpu.plan import (
     LOG2_E,
@@ -118,26 +117,21 @@ def _attend(
     q = times_fixed_scales(q, pages, 0)
     by_head = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
     by_head = by_head.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
-    if plan.splits:  # before they are spread: parts are smaller than what they are parts of
-        parts, factor = operands.split(by_head.astype(jnp.float32), plan.dtype)
-        parts = jnp.split(parts, operands.NUM_PARTS, axis=-2)
-        grouped = jnp.concatenate([plan.by_group(plan.spread(x)) for x in parts], axis=-2)
-        queries = grouped, plan.by_group(factor)
-    else:
-        queries = (plan.by_group(plan.spread(by_head.astype(plan.dtype))),)
+    by_head = plan.pad_lanes(by_head.astype(q.dtype if plan.splits else plan.dtype))
     bounds = jnp.repeat(bounds, G, axis=1)[:, None]
     bounds = jnp.broadcast_to(bounds, (tiles.count, K, tile * G, 2))
     bounds = plan.by_group(bounds)[:, 0]  # equal in all groups
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
     sink = jnp.broadcast_to(sink.reshape(K, 1, G), (K, tile, G)).reshape(K, tile * G, 1)
-    sink = plan.by_group(sink) * LOG2_E
+    sink = plan.columns(sink) * LOG2_E
     table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
 
-    out, lse = _call(plan, tiles, scalars, queries, bounds, sink, table, pages, q.dtype)
+    grouped = plan.by_group(by_head)
+    out, lse = _call(plan, tiles, scalars, grouped, bounds, sink, table, pages, q.dtype)
 
     index = tiles.place_of(ragged, T, tile)
     out = plan.gather(plan.by_head(out)).reshape(tiles.count, K, tile, G, D)
-    lse = plan.by_head(lse).reshape(tiles.count, K, tile, G)
+    lse = plan.by_head(lse.swapaxes(1, 2)[..., None]).reshape(tiles.count, K, tile, G)
     out = times_fixed_scales(out[index[0], :, index[1]].reshape(T, H, D), pages, 1)
     lse = lse[index[0], :, index[1]].reshape(T, H)
     padding = ragged.rows(T)[1] == PADDING
@@ -178,7 +172,7 @@ def _call(
     plan: Plan,
     tiles: Tiles,
     scalars: jax.Array,
-    queries: Sequence[jax.Array],
+    q: jax.Array,
     bounds: jax.Array,
     sink: jax.Array,
     table: jax.Array,
@@ -197,12 +191,12 @@ def _call(
         num_scalar_prefetch=1,
         grid=(tiles.num_live,),
         in_specs=[
-            *(of_tile(*x.shape[1:]) for x in queries),
+            of_tile(*q.shape[1:]),
             of_tile(R, 2),
-            pl.BlockSpec((groups, R, 1), lambda t, *_: (0, 0, 0)),
+            pl.BlockSpec((R, groups), lambda t, *_: (0, 0)),
             *[pl.BlockSpec(memory_space=pltpu.HBM)] * (1 + len(pools)),
         ],
-        out_specs=[of_tile(groups, R, lanes), of_tile(groups, R, 1)],
+        out_specs=[of_tile(groups, R, lanes), of_tile(R, groups)],
         scratch_shapes=[
             pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
             pltpu.SMEM((3,), jnp.int32),
@@ -210,14 +204,16 @@ def _call(
             pltpu.VMEM((groups, R, LANES), jnp.float32),
             pltpu.VMEM((groups, R, LANES), jnp.float32),
             pltpu.VMEM((groups, R, plan.group * lanes), jnp.float32),
-            [pltpu.VMEM((groups, R, LANES), jnp.float32) for _ in range(2 * plan.affine)],
+            pltpu.VMEM((groups, plan.q_rows, plan.group * q.shape[3]), plan.dtype),
+            plan.splits * [pltpu.VMEM((groups, R, LANES), jnp.float32)],
+            2 * plan.affine * [pltpu.VMEM((groups, R, LANES), jnp.float32)],
             pltpu.SemaphoreType.DMA((plan.num_buffers,)),
             pltpu.SemaphoreType.DMA((plan.num_buffers,)),
         ],
     )
     out_shape = (
         jax.ShapeDtypeStruct((tiles.count, groups, R, lanes), out_dtype),
-        jax.ShapeDtypeStruct((tiles.count, groups, R, 1), jnp.float32),
+        jax.ShapeDtypeStruct((tiles.count, R, groups), jnp.float32),
     )
     return pl.pallas_call(
         functools.partial(_kernel, plan, tiles.count),
@@ -229,7 +225,7 @@ def _call(
             vmem_limit_bytes=tuning.vmem_bytes() * 7 // 8,
         ),
         name="ragged_paged_attention",
-    )(scalars, *queries, bounds, sink, table, *pools)
+    )(scalars, q, bounds, sink, table, *pools)
 
 
 def _kernel(
@@ -239,19 +235,16 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """One tile of query rows."""
-    num_queries = 2 if plan.splits else 1
-    queries = refs[:num_queries]
-    bounds, sink, table, *others = refs[num_queries:]
-    *pools, out, lse, ids, cursor, buffers, maximum, total, weighted, affine, ids_in, pages_in = (
-        others
-    )
+    q, bounds, sink, table, *others = refs
+    *pools, out, lse, ids, cursor, buffers, maximum, total, weighted = others[:-5]
+    factor, scale, affine, ids_in, pages_in = others[-5:]
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = TileScalars(scalars, count)
     fetch = Fetch(plan, tile, table, pools, ids, cursor, buffers, ids_in, pages_in)
-    softmax = Softmax(plan, queries, bounds, buffers, maximum, total, weighted, affine)
+    softmax = Softmax(plan, bounds, buffers, maximum, total, weighted, factor, scale, affine)
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
-    softmax.clear()
+    softmax.begin(q)
     first, last = tile.first(t), tile.last(t)
     fast_first, fast_last = tile.fast_first(t), tile.fast_last(t)
     number = cursor[0] - first  # of block 0, counted over all tiles

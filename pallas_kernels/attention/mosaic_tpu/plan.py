@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.mosaic_tpu import tuning
+from pallas_kernels.attention.mosaic_tpu import operands, tuning
 from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes, Tile
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.pages import LANES, Pages
@@ -111,30 +111,29 @@ class Plan:
         """R, the query rows of a group, rounded up."""
         return round_up(self.group * self.head_rows, SUBLANES)
 
+    @property
+    def q_rows(self) -> int:
+        """Of q as a factor of products, in its parts."""
+        return operands.NUM_PARTS * self.rows if self.splits else self.rows
+
     def by_group(self, x: jax.Array) -> jax.Array:
         """Brings `[..., K, head_rows, n]` into `[..., groups, R, n]`."""
         x = x.reshape(*x.shape[:-3], self.num_groups, self.group * self.head_rows, x.shape[-1])
         return self._fill(x, -2, self.rows)
+
+    def columns(self, x: jax.Array) -> jax.Array:
+        """Brings `[..., K, head_rows, 1]` into `[..., R, groups]`: each number that stands alone
+        behind R would fill a row of a register."""
+        return self.by_group(x)[..., 0].swapaxes(-1, -2)
 
     def by_head(self, x: jax.Array) -> jax.Array:
         """The way back: `[..., K, head_rows, n]`."""
         x = x[..., : self.group * self.head_rows, :]
         return x.reshape(*x.shape[:-3], self.num_kv_heads, self.head_rows, x.shape[-1])
 
-    def spread(self, q: jax.Array) -> jax.Array:
-        """Puts q where K is in the pieces of a group's heads, side by side, and 0 elsewhere.
-
-        Args:
-          q: `[..., K, head_rows, D]`.
-
-        Returns:
-          `[..., K, head_rows, group * lanes of K's pieces]`.
-        """
-        K, lanes = self.num_kv_heads, len(self.k_pieces) * self.lanes
-        q = self._fill(q, -1, lanes)[..., None, :]
-        own = jnp.arange(K)[:, None] % self.group == jnp.arange(self.group)[None]
-        q = jnp.where(own[:, None, :, None], q, jnp.zeros_like(q))
-        return q.reshape(*q.shape[:-2], self.group * lanes)
+    def pad_lanes(self, q: jax.Array) -> jax.Array:
+        """Brings `[..., D]` into `[..., lanes of K's pieces]`, in which K begins."""
+        return self._fill(q, -1, len(self.k_pieces) * self.lanes)
 
     def gather(self, out: jax.Array) -> jax.Array:
         """Takes `[..., D]` out of `[..., out_lanes]`."""

@@ -21,30 +21,34 @@ class Softmax:
     which q is 0 where another head's keys are, and of what a row takes of all their V its own
     head's part counts in the end.
 
-    `queries` is q, or its parts and their factor (`operands.split`). `total` keeps a partial sum a
-    lane, `maximum` the same value in all lanes. Where codes have a minimum, `affine` holds the sum
-    of a row's q, by which K's minima multiply, in all lanes, and the sum of V's minima by weight,
-    in parts a lane.
+    `factor` is q so laid out; where products are taken in the type of codes it has q's parts, and
+    `scale` theirs (`operands.split`). `total` keeps a partial sum a lane, `maximum` and `scale` the
+    same value in all lanes. Where codes have a minimum, `affine` holds the sum of a row's q, by
+    which K's minima multiply, in all lanes, and the sum of V's minima by weight, in parts a lane.
     """
 
     plan: Plan
-    queries: Sequence[Ref]
     bounds: Ref
     buffers: Sequence[Ref]
     maximum: Ref
     total: Ref
     weighted: Ref
+    factor: Ref
+    scale: Sequence[Ref]
     affine: Sequence[Ref]
 
-    def clear(self) -> None:
-        """No key yet."""
-        if self.plan.affine:
-            q_sum, minima = self.affine
-            for g in range(self.plan.num_groups):
-                row = self.queries[0][0, g].astype(jnp.float32).sum(axis=1, keepdims=True)
-                if self.plan.splits:
-                    row = operands.join(row, self.plan.dtype) * self.queries[1][0, g]
-                q_sum[g] = jnp.broadcast_to(row, q_sum.shape[1:])
+    def begin(self, q: Ref) -> None:
+        """Takes a tile's q, `[1, groups, R, lanes]`; no key yet."""
+        for g in range(self.plan.num_groups):
+            spread = self._spread(q[0, g])
+            if self.plan.affine:
+                q_sum = spread.astype(jnp.float32).sum(axis=1, keepdims=True)
+                self.affine[0][g] = jnp.broadcast_to(q_sum, self.maximum.shape[1:])
+            if self.plan.splits:
+                spread, scale = operands.split(spread.astype(jnp.float32), self.plan.dtype)
+                self.scale[0][g] = jnp.broadcast_to(scale, self.maximum.shape[1:])
+            self.factor[g] = spread
+        for minima in self.affine[1:]:
             minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
         self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
@@ -92,15 +96,23 @@ class Softmax:
         """Normalises; the sink joins the denominator here, once."""
         for g in range(self.plan.num_groups):
             m = self.maximum[g][:, :1]
-            m_new = finite_or_zero(jnp.maximum(m, sink[g]))
+            own_sink = sink[:, g : g + 1]
+            m_new = finite_or_zero(jnp.maximum(m, own_sink))
             decay = jnp.exp2(m - m_new)
-            total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink[g] - m_new)
+            total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(own_sink - m_new)
             safe = jnp.where(total == 0.0, 1.0, total)
             weighted = self._own(self.weighted[g])
             if self.plan.affine:
                 weighted += self.affine[1][g].sum(axis=1, keepdims=True)
             out[0, g] = (weighted * (decay / safe)).astype(out.dtype)
-            lse[0, g] = m_new / LOG2_E + jnp.log(total)
+            lse[0, :, g : g + 1] = m_new / LOG2_E + jnp.log(total)
+
+    def _spread(self, q: jax.Array) -> jax.Array:
+        """Puts each row of a group where its head's keys are, and 0 elsewhere."""
+        zeros = jnp.zeros_like(q)
+        heads = range(self.plan.group)
+        own = [self._by_row([q if h == n else zeros for h in heads]) for n in heads]
+        return jnp.concatenate(own, axis=1)
 
     def _own(self, weighted: jax.Array) -> jax.Array:
         """Of what each row of a group took of every head's V, its own head's: `[R, out_lanes]`."""
@@ -151,9 +163,9 @@ class Softmax:
         self, slot: Scalar, g: int, scales: jax.Array | None, minima: jax.Array | None
     ) -> jax.Array:
         options = self.plan.options
-        x = self._dot(self.queries[0][0, g], self._operand(slot, g, 0), 1, 1)
+        x = self._dot(self.factor[g], self._operand(slot, g, 0), 1, 1)
         if self.plan.splits:
-            x = operands.join(x, self.plan.dtype) * self.queries[1][0, g]
+            x = operands.join(x, self.plan.dtype) * self.scale[0][g][:, :1]
         if scales is not None:
             x = x * self._of_rows(scales, g, 0)
         if minima is not None:
