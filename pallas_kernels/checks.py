@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.pages import LAYOUTS, Pages, by_layout, pool_shape
+from pallas_kernels.pages import LAYOUTS, Pages, by_layout, numbers_shape, pool_shape
 from pallas_kernels.quantised_pages import (
     CHANNEL_GROUP,
     AffinePages,
@@ -96,7 +96,7 @@ def _doubled(pages: TokenPages) -> tuple[int, str]:
 
 def _per_token(pages: SymmetricPages | AffinePages) -> tuple[int, ...]:
     """Shape of what has a number a token and head."""
-    return pages.num_pages, *by_layout(pages.layout, pages.page_size, 2 * pages.num_kv_heads)
+    return numbers_shape(pages.layout, pages.num_pages, pages.page_size, 2 * pages.num_kv_heads)
 
 
 def _check_channel_pages(pages: ChannelPages) -> None:

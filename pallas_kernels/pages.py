@@ -55,6 +55,13 @@ class Interleaved:
         """D."""
         return self.row_size
 
+    def by_token(self, array: jax.Array) -> jax.Array:
+        """An array of `paged` with P as an axis: `numbers_shape` may have none."""
+        if array.ndim > 3:
+            return array
+        heads = 2 * self.num_kv_heads
+        return array.reshape(-1, *by_layout(self.layout, self.page_size, heads))
+
     def read_rows(
         self, kv_index: int, page_ids: jax.Array, offsets: jax.Array, run: int
     ) -> jax.Array:
@@ -125,6 +132,15 @@ def pool_shape(
         lanes = 2 * row_size if 2 * row_size % LANES else LANES
         return num_pages, kv_heads, 2 * row_size // lanes, page_size, lanes
     return num_pages, *by_layout(layout, page_size, 2 * kv_heads), row_size
+
+
+def numbers_shape(layout: Layout, num_pages: int, page_size: int, heads: int) -> tuple[int, ...]:
+    """Of what has a number a token and head. Where a TPU reads them, those of a small page, head by
+    head, stand in rows of LANES if they fill some: rows of P would be padded to as many."""
+    size = heads * page_size
+    if layout == "paired" and LANES % page_size == 0 and size % LANES == 0:
+        return num_pages, size // LANES, LANES
+    return num_pages, *by_layout(layout, page_size, heads)
 
 
 def by_layout(layout: Layout, page_size: int, heads: int) -> tuple[int, int]:

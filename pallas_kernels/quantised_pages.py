@@ -29,8 +29,9 @@ class SymmetricPages(Interleaved):
 
     Attributes:
       kv: codes, shaped as in `Pages`.
-      scales: float32, `[N, P, 2K]` when token-major, else `[N, 2K, P]`; `[2K]` where they are
-        fixed, measured beforehand.
+      scales: float32, `[N, P, 2K]` when token-major, `[N, 2K, P]` when head-major, and when paired
+        the same in rows of 128 (`pages.numbers_shape`); `[2K]` where they are fixed, measured
+        beforehand.
       layout: static.
     """
 
@@ -59,7 +60,8 @@ class SymmetricPages(Interleaved):
         if self.is_static:
             scale = self.scales[heads].reshape(*(1,) * (code.ndim - 4), K, 1, 1)
         else:
-            scale = gather_runs(self.scales, self.layout, page_ids, offsets, heads, run)
+            scales = self.by_token(self.scales)
+            scale = gather_runs(scales, self.layout, page_ids, offsets, heads, run)
         return (code * scale[..., None]).reshape(*code.shape[:-2], run * D)
 
     def encode(self, k: jax.Array, v: jax.Array) -> Rows:
@@ -106,7 +108,8 @@ class AffinePages(Interleaved):
         """See `Pages.read`; float32."""
         code = self._read_codes(kv_index, page_ids, offsets, run)
         heads = 2 * jnp.arange(self.num_kv_heads) + kv_index
-        stored = gather_runs(self.parameters, self.layout, page_ids, offsets, heads, run)
+        parameters = self.by_token(self.parameters)
+        stored = gather_runs(parameters, self.layout, page_ids, offsets, heads, run)
         x = codes.decode_affine(code, codes.unpack_affine(stored[..., None]))
         return x.reshape(*x.shape[:-2], -1)
 

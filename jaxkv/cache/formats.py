@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import AffinePages, AnyPages, ChannelPages, Layout, Pages, SymmetricPages
-from pallas_kernels.pages import by_layout, pool_shape
+from pallas_kernels.pages import by_layout, numbers_shape, pool_shape
 from pallas_kernels.quantised_pages import CHANNEL_GROUP
 
 
@@ -108,7 +108,7 @@ class SymmetricFormat:
     ) -> SymmetricPages:
         """See KVFormat."""
         codes = pool_shape(layout, num_pages, page_size, kv_heads, head_dim)
-        scales = num_pages, *by_layout(layout, page_size, 2 * kv_heads)
+        scales = numbers_shape(layout, num_pages, page_size, 2 * kv_heads)
         return SymmetricPages(
             kv=jnp.zeros(codes, self.dtype), scales=jnp.zeros(scales, jnp.float32), layout=layout
         )
@@ -171,7 +171,7 @@ class RotatedFormat:
         """See KVFormat."""
         row_size = _code_bytes(head_dim, self.bits)
         codes = pool_shape(layout, num_pages, page_size, kv_heads, row_size)
-        parameters = num_pages, *by_layout(layout, page_size, 2 * kv_heads)
+        parameters = numbers_shape(layout, num_pages, page_size, 2 * kv_heads)
         return AffinePages(
             kv=jnp.zeros(codes, jnp.uint8),
             parameters=jnp.zeros(parameters, jnp.uint32),

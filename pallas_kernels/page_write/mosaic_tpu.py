@@ -52,9 +52,8 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
     order = jnp.argsort(slots)
     arrays = pages.paged
     for name, rows in pages.encode(k, v).items():
-        array = arrays[name]
-        rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
-        arrays[name] = _put(array, rows[order], slots[order])
+        rows = rows.reshape(slots.size, *token_shape(pages.by_token(arrays[name]), pages.layout))
+        arrays[name] = _put(arrays[name], P, rows[order], slots[order])
     return dataclasses.replace(pages, **arrays)
 
 
@@ -141,19 +140,20 @@ class _Pieces(NamedTuple):
         return cls(pieces, number.at[first].get(mode="clip"), first, end, slots % size)
 
 
-def _put(array: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """Writes `rows [T, ...]`, sorted by slot, into pages of the same with an axis P."""
+def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes `rows [T, ...]`, sorted by slot, into pages of the same for P tokens."""
     shape = array.shape
     if array.ndim == 5:  # pieces of rows are like heads
         array = array.reshape(shape[0], -1, *shape[3:])
         rows = rows.reshape(rows.shape[0], -1, shape[4])
-    N, C, P, *rest = array.shape
+    N, C, width, *rest = array.shape
     size = PIECE if rest and P % PIECE == 0 else P
     pieces = _Pieces.of(slots, size, N * P)
     most = min(size, rows.shape[0])
-    rows = rows.reshape(*rows.shape, 1) if not rest else rows
+    if not rest:  # numbers, each where any token may have it
+        rows = jnp.repeat(rows.reshape(rows.shape[0], C, -1), P, axis=2)
     return pl.pallas_call(
-        functools.partial(_kernel, size),
+        functools.partial(_kernel, size, P // size),
         out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pieces),
@@ -162,7 +162,7 @@ def _put(array: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
             out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=[
                 pltpu.VMEM((NUM_BUFFERS, most, *rows.shape[1:]), rows.dtype),
-                pltpu.VMEM((NUM_BUFFERS, C, size, *rest), array.dtype),
+                pltpu.VMEM((NUM_BUFFERS, C, *((size, *rest) if rest else (width,))), array.dtype),
                 pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
                 pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
             ],
@@ -173,10 +173,10 @@ def _put(array: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     )(*pieces, rows, array).reshape(shape)
 
 
-def _kernel(size: int, *refs: Ref) -> None:
+def _kernel(size: int, pieces_per_page: int, *refs: Ref) -> None:
     *scalars, rows, _, pool, new, pages, arrived, left = refs
     pieces = _Pieces(*scalars)
-    count, pieces_per_page = pieces.live[0], pool.shape[2] // size
+    count = pieces.live[0]
 
     def place(s: jax.Array) -> Ref:
         number = pieces.number[s]
@@ -211,7 +211,7 @@ def _kernel(size: int, *refs: Ref) -> None:
         b, first = lax.rem(s, NUM_BUFFERS), pieces.first[s]
 
         def row(r: jax.Array, _: None) -> None:
-            _put_row(pages.at[b], new[b, r - first], pieces.offset[r])
+            _put_row(pages.at[b], size, new[b, r - first], pieces.offset[r])
 
         lax.fori_loop(first, pieces.end[s], row, None)
         store(s).start()
@@ -222,9 +222,12 @@ def _kernel(size: int, *refs: Ref) -> None:
     lax.fori_loop(jnp.maximum(count - NUM_BUFFERS, 0), count, lambda s, _: store(s).wait(), None)
 
 
-def _put_row(page: Ref, row: jax.Array, offset: jax.Array) -> None:
-    """Puts a token's `[C, W]`, or `[C, 1]`, at an offset into `[C, size, W]`, or `[C, size]`."""
-    here = lax.broadcasted_iota(jnp.int32, page.shape, 1) == offset
+def _put_row(page: Ref, size: int, row: jax.Array, offset: jax.Array) -> None:
+    """Puts a token's `[C, W]` at an offset into `[C, size, W]`; or of its `[C, W]` numbers what
+    belongs there into `[C, W]`, in which each has `size` places."""
+    place = lax.broadcasted_iota(jnp.int32, page.shape, 1)
     if len(page.shape) == 3:
         row = row[:, None, :]
-    page[...] = jnp.where(here, row, page[...])
+    elif page.shape[1] > size:
+        place = place & (size - 1)
+    page[...] = jnp.where(place == offset, row, page[...])

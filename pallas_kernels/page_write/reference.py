@@ -13,11 +13,13 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
     """See `pallas_kernels.page_write.api`."""
     arrays = {name: jnp.asarray(array) for name, array in pages.paged.items()}
     for name, rows in pages.encode(k, v).items():
-        rows = rows.reshape(slots.size, *token_shape(arrays[name], pages.layout))
+        array = pages.by_token(arrays[name])
+        rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
         for t, slot in enumerate(slots):
             page, offset = slot // pages.page_size, slot % pages.page_size
-            array = arrays[name].at[token_index(arrays[name], pages.layout, page, offset)]
-            arrays[name] = array.set(rows[t], mode="drop", wrap_negative_indices=False)
+            at = array.at[token_index(array, pages.layout, page, offset)]
+            array = at.set(rows[t], mode="drop", wrap_negative_indices=False)
+        arrays[name] = array.reshape(arrays[name].shape)
     return dataclasses.replace(pages, **arrays)
 
 

@@ -14,11 +14,12 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
     page, offset = slots // pages.page_size, slots % pages.page_size
     arrays = pages.paged
     for name, rows in pages.encode(k, v).items():
-        array = arrays[name]
+        array = pages.by_token(arrays[name])
         rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
         at = token_index(array, pages.layout, page, offset)
         # Outside the pool nothing is written: page -1 is not the last one.
-        arrays[name] = array.at[at].set(rows, mode="drop", wrap_negative_indices=False)
+        array = array.at[at].set(rows, mode="drop", wrap_negative_indices=False)
+        arrays[name] = array.reshape(arrays[name].shape)
     return dataclasses.replace(pages, **arrays)
 
 

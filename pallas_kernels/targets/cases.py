@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import api, mosaic_gpu, mosaic_tpu
 from pallas_kernels.page_write import write_pages
-from pallas_kernels.pages import Layout, Pages, pool_shape
+from pallas_kernels.pages import Layout, Pages, numbers_shape, pool_shape
 from pallas_kernels.quantised_pages import AffinePages, SymmetricPages, TokenPages
 
 NAMES = (
@@ -111,7 +111,7 @@ class Shape:
         kv: Any = jax.ShapeDtypeStruct(pool, self.dtype)
         if not self.has_codes:
             return Pages(kv=kv, layout=layout)
-        of_token = N, 2 * self.K, self.P
+        of_token = numbers_shape(layout, N, self.P, 2 * self.K)
         if self.dtype == jnp.uint8:
             parameters: Any = jax.ShapeDtypeStruct(of_token, jnp.uint32)
             return AffinePages(kv=kv, parameters=parameters, layout=layout)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import Pages, ragged_paged_attention
 from pallas_kernels.attention.mosaic_tpu import tuning
-from pallas_kernels.attention.mosaic_tpu.softmax import from_float16
+from pallas_kernels.attention.mosaic_tpu.parameters import from_float16
 from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes
 from tests.kernels.batches import Batch, place, random_batch
 from tests.kernels.bits_suite import BitsSuite
@@ -71,21 +71,25 @@ class TestSmallBlocks(Simulated):
     )
 
     @pytest.mark.parametrize(
-        ("kind", "window"),
+        ("kind", "window", "P"),  # scales of P = 32, 64 and 128 are in rows of registers
         [
-            ("int8", None),
-            ("static", 13),
-            ("int4", 13),
-            *(pytest.param(f"fp8_{kind}", 13, marks=pytest.mark.slow) for kind in ("e4m3", "e5m2")),
+            ("int8", None, 8),
+            ("int8", 13, 32),
+            ("static", 13, 8),
+            ("int4", 13, 64),
+            pytest.param("int4", None, 24, marks=pytest.mark.slow),
+            pytest.param("int8", 13, 256, marks=pytest.mark.slow),
+            pytest.param("fp8_e4m3", 13, 32, marks=pytest.mark.slow),
+            pytest.param("fp8_e5m2", 13, 128, marks=pytest.mark.slow),
         ],
     )
     @pytest.mark.parametrize(
         ("q_dtype", "tolerance"), [("float32", 2e-5), ("bfloat16", 1e-2)], ids=["f32", "bf16"]
     )
     def test_attention_over_codes_is_attention_over_what_they_decode_to(
-        self, kind, window, q_dtype, tolerance
+        self, kind, window, P, q_dtype, tolerance
     ):
-        same = dict(q_dtype=q_dtype, tolerance=tolerance)
+        same = dict(q_dtype=q_dtype, tolerance=tolerance, sizes=(P, 32))
         check_attention(kind, "paired", "mosaic_tpu", longest=300, window=window, **same)
 
 

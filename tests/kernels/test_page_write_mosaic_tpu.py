@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import Pages, copy_pages, write_pages
-from pallas_kernels.pages import pool_shape
+from pallas_kernels.pages import numbers_shape, pool_shape
 from pallas_kernels.quantised_pages import AffinePages, SymmetricPages, TokenPages
 
 N, K, D = 6, 3, 32
@@ -39,14 +39,15 @@ def random_pages(kind: str, P: int) -> TokenPages:
     def pool(row_size: int) -> tuple[int, ...]:
         return pool_shape("paired", N, P, K, row_size)
 
+    numbers = numbers_shape("paired", N, P, 2 * K)  # in rows of registers at P = 64
     if kind == "int4":
-        parameters = bits(jnp.uint32, N, 2 * K, P)
+        parameters = bits(jnp.uint32, *numbers)
         kv = bits(jnp.uint8, *pool(D // 2))
         return AffinePages(kv=kv, parameters=parameters, layout="paired")
     kv = bits(DTYPES[kind], *pool(D))
     if kind in ("f32", "bf16"):
         return Pages(kv=kv, layout="paired")
-    return SymmetricPages(kv=kv, scales=bits(jnp.float32, N, 2 * K, P), layout="paired")
+    return SymmetricPages(kv=kv, scales=bits(jnp.float32, *numbers), layout="paired")
 
 
 def pieces(P: int, seed: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from pallas_kernels import (
     seal_pages,
     write_pages,
 )
-from pallas_kernels.pages import LAYOUTS, by_layout, pool_shape
+from pallas_kernels.pages import LAYOUTS, by_layout, numbers_shape, pool_shape
 from tests.kernels.batches import naive_attention, place, random_batch
 from tests.kernels.layouts import by_tokens, stored
 
@@ -45,12 +45,15 @@ def empty(
     def shape(heads: int, *rest: int) -> tuple[int, ...]:
         return (num_pages, *by_layout(layout, P, heads), *rest)
 
+    def numbers(heads: int) -> tuple[int, ...]:
+        return numbers_shape(layout, num_pages, P, heads)
+
     def pool(row_size: int) -> tuple[int, ...]:
         return pool_shape(layout, num_pages, P, K, row_size)
 
     nan = float("nan")
     if kind in CODES:
-        kv, scales = jnp.ones(pool(D), CODES[kind]), jnp.full(shape(2 * K), nan)
+        kv, scales = jnp.ones(pool(D), CODES[kind]), jnp.full(numbers(2 * K), nan)
         return SymmetricPages(kv=kv, scales=scales, layout=layout)
     if kind == "static":
         return SymmetricPages(
@@ -58,7 +61,7 @@ def empty(
         )
     if kind == "int4":
         codes = jnp.full(pool(D // 2), 0x5A, jnp.uint8)
-        parameters = jnp.full(shape(2 * K), 0x7E007E00, jnp.uint32)  # NaN twice
+        parameters = jnp.full(numbers(2 * K), 0x7E007E00, jnp.uint32)  # NaN twice
         return AffinePages(kv=codes, parameters=parameters, layout=layout)
     bits = 4 if kind == "kivi4" else 2
     codes = jnp.full(shape(K, D * bits // 8), 0x5A, jnp.uint8)

@@ -113,7 +113,8 @@ class Fetch:
             for buffer in self.buffers:
                 page = buffer[slot, i]
                 axis = 2 if buffer is self.buffers[0] else 1
-                token = i * P + lax.broadcasted_iota(jnp.int32, page.shape, axis)
+                token = lax.broadcasted_iota(jnp.int32, page.shape, axis)
+                token = i * P + lax.rem(token, P)  # a row has numbers of several heads
                 seen = (token >= start) & (token < end)
                 buffer[slot, i] = jnp.where(seen, page, jnp.zeros_like(page))
 

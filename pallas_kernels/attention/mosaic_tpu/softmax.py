@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.mosaic_tpu import operands
+from pallas_kernels.attention.mosaic_tpu.parameters import Parameters, from_float16
 from pallas_kernels.attention.mosaic_tpu.plan import LOG2_E, Plan, Ref, Scalar
 from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.pages import LANES
@@ -126,10 +127,10 @@ class Softmax:
             taken = jnp.where(row >= n * self.plan.head_rows, array, taken)
         return taken
 
-    def _of_rows(self, parameters: jax.Array, g: int, kv_index: int) -> jax.Array:
-        """What multiplies the keys of a group's heads, `[R or 1, block_tokens]`, of `[2K, ...]`."""
+    def _of_rows(self, parameters: Parameters, g: int, kv_index: int) -> jax.Array:
+        """What multiplies the keys of a group's heads, `[R or 1, block_tokens]`."""
         heads = range(g * self.plan.group, (g + 1) * self.plan.group)
-        return self._by_row([parameters[2 * h + kv_index :][:1] for h in heads])
+        return self._by_row([parameters.of(2 * h + kv_index) for h in heads])
 
     def _operand(self, slot: Scalar, g: int, kv_index: int) -> jax.Array:
         """The pieces with K, or V, of a group's heads, side by side: `[block_tokens, ...]`."""
@@ -149,18 +150,20 @@ class Softmax:
         ]
         return jnp.concatenate(pieces, axis=1)
 
-    def _parameters(self, slot: Scalar) -> tuple[jax.Array | None, jax.Array | None]:
-        """Scales and minima of a block's codes, `[2K, block_tokens]`, where pages have them."""
+    def _parameters(self, slot: Scalar) -> tuple[Parameters | None, Parameters | None]:
+        """Scales and minima of a block's codes, where pages have them."""
         if len(self.buffers) == 1:
             return None, None
-        pages = range(self.plan.pages_per_block)
-        stored = jnp.concatenate([self.buffers[1][slot, i] for i in pages], axis=1)
+        stored = Parameters.read(self.buffers[1].at[slot], self.plan.page_size)
         if not self.plan.affine:
             return stored, None
-        return from_float16(stored & 0xFFFF), from_float16(stored >> 16)
+        return (
+            stored.map(lambda bits: from_float16(bits & 0xFFFF)),
+            stored.map(lambda bits: from_float16(bits >> 16)),
+        )
 
     def _logits(
-        self, slot: Scalar, g: int, scales: jax.Array | None, minima: jax.Array | None
+        self, slot: Scalar, g: int, scales: Parameters | None, minima: Parameters | None
     ) -> jax.Array:
         options = self.plan.options
         x = self._dot(self.factor[g], self._operand(slot, g, 0), 1, 1)
@@ -220,12 +223,3 @@ class Softmax:
             precision=highest,
             preferred_element_type=sums,
         )
-
-
-def from_float16(bits: jax.Array) -> jax.Array:
-    """The float32 of a finite float16's bits (uint32): a TPU has no such type."""
-    size = bits & 0x7FFF
-    normal = lax.bitcast_convert_type((size << 13) + (112 << 23), jnp.float32)
-    small = size.astype(jnp.int32).astype(jnp.float32) * 2.0**-24  # no implicit leading 1
-    value = jnp.where(size < 0x400, small, normal)
-    return jnp.where(bits > 0x7FFF, -value, value)

@@ -1,0 +1,80 @@
+"""What turns the codes of a block of keys into numbers: one a key, for K and V of each head.
+
+Small pages have them in rows of LANES, each with P of several heads (`pages.numbers_shape`):
+
+    page 0   | h0 | h1 | h2 | h3 |          head 0   | page 0 | page 1 | page 2 | page 3 |
+    page 1   | h0 | h1 | h2 | h3 |    to    head 1   | page 0 | page 1 | page 2 | page 3 |
+    ..                                      ..
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.pages import LANES
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A number a head and key; heads are those of K and V by turns.
+
+    Attributes:
+      arrays: n of them, by turns of the head: for each LANES keys `[rows, LANES]`, one below the
+        other.
+      rows: 2K / n.
+    """
+
+    arrays: Sequence[jax.Array]
+    rows: int
+
+    @classmethod
+    def read(cls, pages: Any, page_size: int) -> "Parameters":
+        """Those of pages in turn, a ref of `[2K, P]` each, or the same in rows of LANES."""
+        count, rows, width = pages.shape
+        if width != LANES:
+            joined = jnp.concatenate([pages[i] for i in range(count)], axis=1)
+            return cls([jnp.concatenate(jnp.split(joined, joined.shape[1] // LANES, 1), 0)], rows)
+        n = LANES // page_size
+        arrays = [pages[pl.ds(c, count // n, stride=n)].reshape(-1, LANES) for c in range(n)]
+        return cls(_exchange(arrays, page_size), rows)
+
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> "Parameters":
+        """The same of each number."""
+        return Parameters([function(array) for array in self.arrays], self.rows)
+
+    def of(self, head: int) -> jax.Array:
+        """Those of one head, `[1, block_tokens]`."""
+        row, which = divmod(head, len(self.arrays))
+        array = self.arrays[which]
+        parts = [array[i : i + 1] for i in range(row, array.shape[0], self.rows)]
+        return jnp.concatenate(parts, axis=1)
+
+
+def _exchange(rows: Sequence[jax.Array], width: int) -> Sequence[jax.Array]:
+    """Group c of array l, of `width` lanes, for group l of array c: bit by bit of c and l."""
+    rows, step = list(rows), 1
+    while step < len(rows):
+        shift = step * width
+        stays = lax.broadcasted_iota(jnp.int32, rows[0].shape, 1) & shift == 0
+        for i in range(len(rows)):
+            if not i & step:
+                a, b = rows[i], rows[i + step]
+                rows[i] = jnp.where(stays, a, pltpu.roll(b, shift, 1))
+                rows[i + step] = jnp.where(stays, pltpu.roll(a, LANES - shift, 1), b)
+        step *= 2
+    return rows
+
+
+def from_float16(bits: jax.Array) -> jax.Array:
+    """The float32 of a finite float16's bits (uint32): a TPU has no such type."""
+    size = bits & 0x7FFF
+    normal = lax.bitcast_convert_type((size << 13) + (112 << 23), jnp.float32)
+    small = size.astype(jnp.int32).astype(jnp.float32) * 2.0**-24  # no implicit leading 1
+    value = jnp.where(size < 0x400, small, normal)
+    return jnp.where(bits > 0x7FFF, -value, value)
