@@ -143,12 +143,15 @@ def _check_arrays(
 
 
 def _check_shared(shared: SharedPrefixes) -> None:
+    is_shared = isinstance(shared, SharedPrefixes)
+    require(is_shared, f"shared must be SharedPrefixes, got {type(shared).__name__}")
     for name, array in (("starts", shared.starts), ("lengths", shared.lengths)):
         require_array(f"shared.{name}", array)
         is_list = array.ndim == 1 and array.dtype == jnp.int32
         require(is_list, f"shared.{name} must be int32 of one dimension, got {array}")
     R = shared.lengths.shape[0]
-    fits = R >= 1 and shared.starts.shape == (R + 1,)
+    require(R >= 1, "shared.lengths has R = 0 groups; None shares nothing")
+    fits = shared.starts.shape == (R + 1,)
     require(fits, f"shared.starts must be [R + 1] = [{R + 1}], got {shared.starts.shape}")
 
 
@@ -160,7 +163,8 @@ def _check_options(
     fits = isinstance(scale, number) and math.isfinite(scale)
     require(fits, f"scale must be finite and static, got {scale!r}")
     for name, value in (("window", window), ("query_tile", query_tile)):
-        fits = value is None or (isinstance(value, int | np.integer) and 0 < value < 2**30)
+        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        fits = value is None or (is_whole and 0 < value < 2**30)
         require(bool(fits), f"{name} must be positive, whole and static, or None, got {value!r}")
     fits = soft_cap is None or (
         isinstance(soft_cap, number) and math.isfinite(soft_cap) and soft_cap > 0

@@ -82,7 +82,11 @@ class Shape:
         H, K, D, P = map(int, numbers[:4])
         if not (H and K and D and P) or H % K:
             raise ValueError(f"{name}: H, K, D and P are above 0, and H is a multiple of K")
+        if P > POOL_TOKENS:
+            raise ValueError(f"{name}: P is at most {POOL_TOKENS}, the tokens of the pool")
         window = None if numbers[4] is None else int(numbers[4])
+        if window == 0:
+            raise ValueError(f"{name}: a window is above 0")
         return cls(name, *STEPS[step], DTYPES[dtype], H, K, D, P, window)
 
     @property

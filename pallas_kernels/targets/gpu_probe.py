@@ -35,7 +35,6 @@ class GpuRow(NamedTuple):
       loaded_bytes_per_kv_token: by the copies of the loop that fetches, all heads.
       token_bytes: of K and V of a token in the pages.
       tma: asynchronous copies of a block of keys.
-
       products: wgmma instructions.
       arithmetic: FMA, multiplications and additions of float32.
       exponentials, shuffles, barriers: instructions.
@@ -80,7 +79,6 @@ def probe_gpu(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[GpuRow]
 
 def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
     """Compiles one case here, with the dump going to `folder`, which is emptied."""
-    from pallas_kernels.attention.mosaic_gpu.call import stages
     from pallas_kernels.attention.mosaic_gpu.walk import THREADS
 
     jax.clear_caches()  # what is known already is not dumped again
@@ -102,7 +100,7 @@ def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
         blocks_a_processor=min(
             (1 << 16) // (found.registers * THREADS), target.shared // (found.shared_bytes + 1024)
         ),
-        stages=stages(shape.D, many=shape.T > shape.B),
+        stages=found.stages,
         loaded_bytes_per_kv_token=found.block_bytes * shape.K / case.block_tokens,
         token_bytes=shape.token_bytes,
         tma=found.innermost("UTMALDG").count("UTMALDG"),

@@ -7,6 +7,10 @@ DUMPS, in the environment, asks for it, `{folder}` being where it goes. A kernel
     NAME_0.sass_ctrl                      machine code
     NAME_0.before_layout_inference.txt    the kernel before it was taken apart: there a copy still
                                           says how much it copies
+
+The first and third are numbered in the order in which machine code was made, the others in that of
+the program: where a step has several kernels of a name, the width of their products tells them
+apart.
 """
 
 import re
@@ -24,6 +28,10 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_]+)\S*(.*)")
 _COPY = re.compile(r'"mosaic_gpu\.async_load".*slice_lengths = array<i64: ([-\d, ]+)>')
 _BITS = re.compile(r"memref<[\dx]+x(\w+)>, memref")
+_PRODUCT_OF_CODE = re.compile(r"HGMMA\.64x(\d+)x")
+_PRODUCT_OF_PROGRAM = re.compile(r"mosaic_gpu\.wgmma accumulator\(%\w+ : vector<64x(\d+)x")
+# K and V of the blocks of keys: [2, stages, block, D], or a number a key in place of D.
+_RING = re.compile(r"memref<2x(\d+)x\d+x\d+x\w+, #gpu\.address_space<workgroup>>")
 _TYPE_BITS = {"bf16": 16, "f16": 16, "f32": 32, "i8": 8, "f8E4M3FN": 8, "f8E5M2": 8}
 
 
@@ -49,6 +57,7 @@ class Kernel:
       spill_bytes: that a thread stores of its registers.
       shared_bytes: of shared memory a block.
       loops: innermost first.
+      stages: blocks of keys that fit into shared memory at once; 0 where none are kept there.
       copies: bytes of pages of each asynchronous copy into shared memory, in the order of the
         program; 0 of a copy of something else.
     """
@@ -57,6 +66,7 @@ class Kernel:
     spill_bytes: int
     shared_bytes: int
     loops: tuple[Loop, ...]
+    stages: int
     copies: tuple[int, ...]
 
     def innermost(self, name: str) -> Loop:
@@ -71,19 +81,26 @@ class Kernel:
 
 
 def read_kernels(folder: Path, name: str) -> list[Kernel]:
-    """Reads the kernels of a dump whose name is `name`, in order of compilation."""
+    """Reads the kernels of a dump whose name is `name`, those with narrow products first."""
 
     def texts(suffix: str) -> list[str]:
-        # Numbered before the machine code is made, and again then.
         paths = folder.glob(f"{name}_*{suffix}")
         numbered = sorted(paths, key=lambda path: int(path.name[len(name) + 1 : -len(suffix)]))
         return [path.read_text(encoding="utf-8", errors="replace") for path in numbered]
 
-    suffixes = (".ptxas", ".resources.txt", ".sass_ctrl", ".before_layout_inference.txt")
-    return [_read(*parts) for parts in zip(*map(texts, suffixes), strict=True)]
+    def width(product: re.Pattern[str], text: str) -> int:
+        found = product.search(text)
+        return int(found[1]) if found else 0
+
+    code = list(zip(texts(".ptxas"), texts(".sass_ctrl"), strict=True))
+    code.sort(key=lambda parts: width(_PRODUCT_OF_CODE, parts[1]))
+    suffixes = ".resources.txt", ".before_layout_inference.txt"
+    programs = list(zip(*map(texts, suffixes), strict=True))
+    programs.sort(key=lambda parts: width(_PRODUCT_OF_PROGRAM, parts[1]))
+    return [_read(*parts, *others) for parts, others in zip(code, programs, strict=True)]
 
 
-def _read(ptxas: str, resources: str, sass: str, program: str) -> Kernel:
+def _read(ptxas: str, sass: str, resources: str, program: str) -> Kernel:
     def number(pattern: str, where: str) -> int:
         found = re.search(pattern, where)
         if found is None:
@@ -95,6 +112,7 @@ def _read(ptxas: str, resources: str, sass: str, program: str) -> Kernel:
         spill_bytes=number(r"(\d+) bytes spill stores", ptxas),
         shared_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
         loops=_loops(sass),
+        stages=min(map(int, _RING.findall(program)), default=0),
         copies=tuple(map(_copied, _COPY.finditer(program))),
     )
 

@@ -102,6 +102,38 @@ class TestShortItems(Simulated):
             tolerance=1e-2,  # weights times scales are rounded to bfloat16
         )
 
+    @pytest.mark.parametrize("magnitude", [1e-2, pytest.param(1e2, marks=pytest.mark.slow)])
+    def test_float16_queries_over_codes_have_the_range_of_the_scales(self, magnitude):
+        check_attention(
+            "fp8_e5m2",
+            "head_major",
+            "mosaic_gpu",
+            longest=150,
+            window=None,
+            sizes=(32, 64),
+            q_dtype=jnp.float16,
+            tolerance=1e-2,
+            magnitude=magnitude,
+        )
+
+    @pytest.mark.parametrize("cap", [50.0, 1e5])
+    def test_a_cap_of_any_size_keeps_the_bits_of_small_logits(self, cap):
+        batch = self.batch((64, 130, 3), (1, 1, 2), T=4)
+        self.check(batch, self.place(batch), soft_cap=cap)
+
+    def test_what_a_group_shares_does_not_reach_the_rows_of_others(self):
+        batch = self.batch((40, 50, 30), (1, 1, 1), T=3)
+        placed = self.place(batch)
+        shared = SharedPrefixes(
+            starts=jnp.array([0, 2], jnp.int32), lengths=jnp.array([32], jnp.int32)
+        )
+        want = self.attend(batch, placed, shared=shared)
+        kv = placed.pages.kv.at[placed.page_table[0, 0], 1::2].set(jnp.nan)  # V of live keys
+        poisoned = dataclasses.replace(placed, pages=dataclasses.replace(placed.pages, kv=kv))
+        got = self.attend(batch, poisoned, shared=shared)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x[2], y[2])
+
     @pytest.mark.parametrize(
         ("cuts", "options"),
         [

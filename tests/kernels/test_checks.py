@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels import (
     AffinePages,
     Pages,
+    SharedPrefixes,
     copy_pages,
     merge_partials,
     ragged_paged_attention,
@@ -91,6 +92,12 @@ BAD_ATTENTION = BAD_PAGES | {
     "H of sinks": (dict(sinks=floats(K)), r"sinks must be \[H\] = \[4\].*\(2,\)"),
     "bf16 sinks": (dict(sinks=floats(H, dtype=jnp.bfloat16)), r"sinks.*float32.*bfloat16"),
     "window 0": (dict(window=0), r"window.*0"),
+    "window True": (dict(window=True), r"window.*True"),
+    "shared tuple": (dict(shared=(1, 2)), r"shared must be SharedPrefixes, got tuple"),
+    "shared by nobody": (
+        dict(shared=SharedPrefixes(starts=ints(1), lengths=ints(0))),
+        r"shared\.lengths has R = 0 groups",
+    ),
     "negative window": (dict(window=-4), r"window.*-4"),
     "soft_cap 0": (dict(soft_cap=0.0), r"soft_cap.*0\.0"),
     "negative soft_cap": (dict(soft_cap=-1.0), r"soft_cap.*-1"),

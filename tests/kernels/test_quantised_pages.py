@@ -232,11 +232,13 @@ def check_attention(
     sizes: tuple[int, int] = (P, D),
     q_dtype: DTypeLike = jnp.float32,
     tolerance: float = 2e-5,
+    magnitude: float = 1.0,
 ) -> None:
-    """Of three sequences, the last of them `longest` tokens; `sizes` is (P, D)."""
+    """Of three sequences, the last of them `longest` tokens; `sizes` is (P, D), `magnitude` V's."""
     P, D = sizes
     dtypes = jnp.dtype(q_dtype), jnp.dtype(jnp.float32)
     batch = random_batch([21, 8, longest], [3, 1, 20], T=28, heads=(4, K), D=D, dtypes=dtypes)
+    batch = dataclasses.replace(batch, values=[magnitude * v for v in batch.values])
     placed = place(batch, P=P, M=-(-longest // P), layout=layout)
     num_pages = placed.pages.num_pages
     whole = np.nan_to_num(np.asarray(placed.pages.kv))
@@ -275,7 +277,8 @@ def check_attention(
         return_lse=True,
         backend=backend,
     )
-    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=tolerance)
+    got = got.astype(jnp.float32)
+    np.testing.assert_allclose(got, want, rtol=1e-7, atol=tolerance * magnitude)
     np.testing.assert_allclose(lse, want_lse, atol=tolerance)
 
 

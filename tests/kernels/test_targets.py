@@ -84,6 +84,14 @@ def test_what_is_no_name_of_a_shape_is_refused(name):
         Shape.parse(name)
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"), [("p16-w0", "a window is above 0"), ("p999999", "P is")]
+)
+def test_a_shape_that_cannot_be_is_refused_with_the_reason(end, reason):
+    with pytest.raises(ValueError, match=reason):
+        Shape.parse(f"decode-bf16-h32-k8-d128-{end}")
+
+
 def write_dump(folder: Path, bundles: list[tuple[str, str, int]]) -> None:
     """Bundles as (tag, marks of depth, products)."""
     lines = [

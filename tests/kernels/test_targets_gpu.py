@@ -144,3 +144,22 @@ def test_loops_copies_and_registers_are_read_from_a_dump(tmp_path: Path):
     assert [loop.names["UTMALDG"] for loop in kernel.loops] == [2, 3]
     assert kernel.innermost("FFMA").count("UTMALDG", "FFMA") == 4
     assert kernel.block_bytes == 16 * 64 + 16 * 4
+
+
+def test_programs_and_machine_code_of_several_kernels_are_matched_by_their_products(tmp_path: Path):
+    """Whatever their numbers: those of one are in another order than those of the other."""
+    for number, (code, program) in enumerate([(48, 8), (8, 48)]):
+        (tmp_path / f"walk_{number}.ptxas").write_text(
+            f"0 bytes spill stores\nUsed {2 * code} registers\n"
+        )
+        (tmp_path / f"walk_{number}.sass_ctrl").write_text(
+            f"        /*0010*/          HGMMA.64x{code}x16.F32.BF16 R24, gdesc[UR52] \n"
+        )
+        (tmp_path / f"walk_{number}.resources.txt").write_text(f"smem_scratch_bytes={program}")
+        ring = f"memref<2x{program // 4}x64x128xbf16, #gpu.address_space<workgroup>>"
+        (tmp_path / f"walk_{number}.before_layout_inference.txt").write_text(
+            f"%1 = mosaic_gpu.wgmma accumulator(%0 : vector<64x{program}xf32>) b({ring})"
+        )
+    kernels = read_kernels(tmp_path, "walk")
+    found = [(kernel.registers, kernel.shared_bytes, kernel.stages) for kernel in kernels]
+    assert found == [(16, 8, 2), (96, 48, 12)]

@@ -103,7 +103,9 @@ def ragged_paged_attention(
             out_dtype=jnp.float32,
         )
         out, lse = _attend(q, pages, common, None, options, many=True, split=SPLIT_SHARED)
-        lse = jnp.where((cut > 0)[:, None], lse, -jnp.inf)
+        grouped = cut > 0
+        out = jnp.where(grouped[:, None, None], out, 0)  # others have some tile's, NaN perhaps
+        lse = jnp.where(grouped[:, None], lse, -jnp.inf)
         out, lse = merge_partials(out, lse, *_of_sequences(q, pages, own, sinks, options))
         out = out.astype(q.dtype)
     padding = position == PADDING
@@ -234,8 +236,9 @@ def _attend(
     most = _most_items(M * pages.page_size, split, span)
     work, starts = _items(tiles, bounds, live, split, most)
     ctas = min(CTAS, tiles.count * most * K * rows.groups)
-    plan = _plan(pages, q, rows, ctas, many, options)
-    q = times_fixed_scales(q, pages, 0)
+    plan = _plan(pages, rows, ctas, many, options)
+    if plan.code is not None:
+        q = times_fixed_scales(q.astype(jnp.float32), pages, 0)
     grouped = rows.of_tiles(rows.of_heads(q.at[row].get(mode="clip"), K)).astype(plan.dtype)
     bounds = jnp.repeat(bounds.swapaxes(1, 2), rows.group, axis=2)
     bounds = jnp.pad(bounds, ((0, 0), (0, 0), (0, rows.count - bounds.shape[2])))
@@ -255,7 +258,6 @@ def _attend(
 
 def _plan(
     pages: KernelPages,
-    q: jax.Array,
     rows: _Rows,
     ctas: int,
     many: bool,
@@ -263,8 +265,7 @@ def _plan(
 ) -> Plan:
     dtype, code = pages.kv.dtype, None
     if isinstance(pages, SymmetricPages):
-        code = dtype
-        dtype = jnp.dtype(jnp.float16 if q.dtype == jnp.float16 else jnp.bfloat16)
+        code, dtype = dtype, jnp.dtype(jnp.bfloat16)  # float16 is too narrow for products of scales
     return Plan(
         heads=pages.num_kv_heads * rows.groups,
         kv_heads=pages.num_kv_heads,

@@ -179,9 +179,7 @@ class Softmax:
         options = self.plan.options
         if options.soft_cap is None:
             return product * (options.scale * LOG2_E)
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1): the instruction for tanh has 11 bits.
-        power = jnp.exp2(product * (2 * LOG2_E * options.scale / options.soft_cap))
-        return (1.0 - 2.0 / (power + 1.0)) * (options.soft_cap * LOG2_E)
+        return _tanh(product * (options.scale / options.soft_cap)) * (options.soft_cap * LOG2_E)
 
     def _masked(self, j: Scalar, logits: jax.Array) -> jax.Array:
         """Logits of block j, -inf where a row does not see the key."""
@@ -221,6 +219,14 @@ class Softmax:
                 token = first + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=MATRIX)
                 seen = (token >= start) & (token < end)
                 part[...] = jnp.where(seen, values, jnp.zeros_like(values))
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """The instruction for it has 11 bits. Of 1 - 2 / (exp(2 x) + 1) a small x would keep few, for
+    which the first terms of the series do."""
+    square = x * x
+    series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    return jnp.where(square < 0.04, series, 1.0 - 2.0 / (jnp.exp2(x * (2 * LOG2_E)) + 1.0))
 
 
 def _product(a: Ref, b: Ref) -> jax.Array:
