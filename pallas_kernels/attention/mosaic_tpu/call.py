@@ -117,7 +117,8 @@ def _attend(
     q = times_fixed_scales(q, pages, 0)
     by_head = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
     by_head = by_head.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
-    by_head = plan.pad_lanes(by_head.astype(q.dtype if plan.splits else plan.dtype))
+    by_head = by_head.astype(q.dtype if plan.splits else plan.dtype)
+    grouped = plan.by_group(plan.pad_lanes(by_head))
     bounds = jnp.repeat(bounds, G, axis=1)[:, None]
     bounds = jnp.broadcast_to(bounds, (tiles.count, K, tile * G, 2))
     bounds = plan.by_group(bounds)[:, 0]  # equal in all groups
@@ -126,7 +127,6 @@ def _attend(
     sink = plan.columns(sink) * LOG2_E
     table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
 
-    grouped = plan.by_group(by_head)
     out, lse = _call(plan, tiles, scalars, grouped, bounds, sink, table, pages, q.dtype)
 
     index = tiles.place_of(ragged, T, tile)
@@ -235,16 +235,16 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """One tile of query rows."""
-    q, bounds, sink, table, *others = refs
+    rows, bounds, sink, table, *others = refs
     *pools, out, lse, ids, cursor, buffers, maximum, total, weighted = others[:-5]
-    factor, scale, affine, ids_in, pages_in = others[-5:]
+    q, factor, affine, ids_in, pages_in = others[-5:]
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = TileScalars(scalars, count)
     fetch = Fetch(plan, tile, table, pools, ids, cursor, buffers, ids_in, pages_in)
-    softmax = Softmax(plan, bounds, buffers, maximum, total, weighted, factor, scale, affine)
+    softmax = Softmax(plan, bounds, buffers, maximum, total, weighted, q, factor, affine)
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
-    softmax.begin(q)
+    softmax.begin(rows)
     first, last = tile.first(t), tile.last(t)
     fast_first, fast_last = tile.fast_first(t), tile.fast_last(t)
     number = cursor[0] - first  # of block 0, counted over all tiles

@@ -22,8 +22,8 @@ class Softmax:
     which q is 0 where another head's keys are, and of what a row takes of all their V its own
     head's part counts in the end.
 
-    `factor` is q so laid out; where products are taken in the type of codes it has q's parts, and
-    `scale` theirs (`operands.split`). `total` keeps a partial sum a lane, `maximum` and `scale` the
+    `q` is so laid out; where products are taken in the type of codes it is in parts, which `factor`
+    multiplies (`operands.split`). `total` keeps a partial sum a lane, `maximum` and `factor` the
     same value in all lanes. Where codes have a minimum, `affine` holds the sum of a row's q, by
     which K's minima multiply, in all lanes, and the sum of V's minima by weight, in parts a lane.
     """
@@ -34,21 +34,21 @@ class Softmax:
     maximum: Ref
     total: Ref
     weighted: Ref
-    factor: Ref
-    scale: Sequence[Ref]
+    q: Ref
+    factor: Sequence[Ref]
     affine: Sequence[Ref]
 
-    def begin(self, q: Ref) -> None:
-        """Takes a tile's q, `[1, groups, R, lanes]`; no key yet."""
+    def begin(self, rows: Ref) -> None:
+        """Takes a tile's query rows, `[1, groups, R, lanes]`; no key yet."""
         for g in range(self.plan.num_groups):
-            spread = self._spread(q[0, g])
+            q = self._spread(rows[0, g])
             if self.plan.affine:
-                q_sum = spread.astype(jnp.float32).sum(axis=1, keepdims=True)
+                q_sum = q.astype(jnp.float32).sum(axis=1, keepdims=True)
                 self.affine[0][g] = jnp.broadcast_to(q_sum, self.maximum.shape[1:])
             if self.plan.splits:
-                spread, scale = operands.split(spread.astype(jnp.float32), self.plan.dtype)
-                self.scale[0][g] = jnp.broadcast_to(scale, self.maximum.shape[1:])
-            self.factor[g] = spread
+                q, factor = operands.split(q.astype(jnp.float32), self.plan.dtype)
+                self.factor[0][g] = jnp.broadcast_to(factor, self.maximum.shape[1:])
+            self.q[g] = q
         for minima in self.affine[1:]:
             minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
@@ -108,11 +108,11 @@ class Softmax:
             out[0, g] = (weighted * (decay / safe)).astype(out.dtype)
             lse[0, :, g : g + 1] = m_new / LOG2_E + jnp.log(total)
 
-    def _spread(self, q: jax.Array) -> jax.Array:
+    def _spread(self, rows: jax.Array) -> jax.Array:
         """Puts each row of a group where its head's keys are, and 0 elsewhere."""
-        zeros = jnp.zeros_like(q)
+        zeros = jnp.zeros_like(rows)
         heads = range(self.plan.group)
-        own = [self._by_row([q if h == n else zeros for h in heads]) for n in heads]
+        own = [self._by_row([rows if h == n else zeros for h in heads]) for n in heads]
         return jnp.concatenate(own, axis=1)
 
     def _own(self, weighted: jax.Array) -> jax.Array:
@@ -166,9 +166,9 @@ class Softmax:
         self, slot: Scalar, g: int, scales: Parameters | None, minima: Parameters | None
     ) -> jax.Array:
         options = self.plan.options
-        x = self._dot(self.factor[g], self._operand(slot, g, 0), 1, 1)
+        x = self._dot(self.q[g], self._operand(slot, g, 0), 1, 1)
         if self.plan.splits:
-            x = operands.join(x, self.plan.dtype) * self.scale[0][g][:, :1]
+            x = operands.join(x, self.plan.dtype) * self.factor[0][g][:, :1]
         if scales is not None:
             x = x * self._of_rows(scales, g, 0)
         if minima is not None:
