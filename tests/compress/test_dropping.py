@@ -241,6 +241,19 @@ def test_protected_tokens_are_never_dropped(mixed: Tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["knorm", "pyramidkv", "adakv_knorm", "adakv_pyramidkv"])
+def test_prompts_that_nearly_fill_the_pool_lose_tokens_within_it(full: Tiny, method):
+    """Also where others' pages must be evicted, and where two take turns."""
+    requests = [asked(prompt=p, context=None) for p in random_prompts(96, 103, 96, seed=1)]
+    want = logit_bits(engine_of(full, method, deterministic=True).generate(requests))
+    for room in (112, 208, 232):
+        engine = engine_of(full, method, deterministic=True).squeeze(room)
+        for got, bits in zip(logit_bits(engine.generate(requests)), want, strict=True):
+            np.testing.assert_array_equal(got, bits)
+        assert engine.metrics.evicted_pages > 10
+
+
+@pytest.mark.slow
 def test_a_request_that_pins_leave_no_room_to_drop_for_ends_with_the_reason(full: Tiny):
     engine = engine_of(full, "knorm", "0.5", pool_tokens=192, max_sequences=1)
     request = Request(prompt=PROMPT[:96], max_new_tokens=3)
