@@ -241,6 +241,20 @@ def test_protected_tokens_are_never_dropped(mixed: Tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["pyramidkv", "adakv_pyramidkv"])
+@pytest.mark.parametrize("budget", ["50%", "96"])
+def test_nor_are_they_where_layers_keep_different_numbers(mixed: Tiny, method, budget):
+    (prompt,) = random_prompts(192)
+    request = asked(prompt=prompt, context=None, protect=((0, 92),), max_new_tokens=10)
+    _, kept = watch(engine_of(mixed, method, budget, 3), request)
+    assert len(kept) > 2 and int(kept[0].counts.sum()) == kept[0].counts.size * 96
+    for one in kept:
+        for heads in positions(one):
+            for stay in heads:
+                assert set(range(92)) <= set(stay)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["knorm", "pyramidkv", "adakv_knorm", "adakv_pyramidkv"])
 def test_prompts_that_nearly_fill_the_pool_lose_tokens_within_it(full: Tiny, method):
     """Also where others' pages must be evicted, and where two take turns."""

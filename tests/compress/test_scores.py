@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.compress import METHODS, SCORES, WINDOWS, Budget, Compression
+from jaxkv.compress import METHODS, SCORES, WINDOWS, Budget, Compression, num_protected
 from jaxkv.compress.compressor import _choose_in_layer
 from jaxkv.compress.method import FORCED, LayerTokens, Queries, ranks
 from jaxkv.compress.pyramidkv import PyramidKV
@@ -133,18 +133,31 @@ def test_protected_tokens_stay_before_all_others(name):
         assert {11, 12, 13, 40, 41, 42, 43, 44} <= set(stay)
 
 
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in WINDOWS])
+def test_they_stay_in_the_layer_with_the_smallest_budget(name):
+    n, keep, spans = 70, 68, ((3, 20), (40, 70), (10, 40), (30, 30))
+    protected = {token for start, end in spans for token in range(start, end)}
+    assert num_protected(spans) == len(protected) == 67
+    budgets = method_of(name).budgets(3, n, keep, len(protected))
+    assert sum(budgets) == 3 * keep
+    for stay in chosen(name, n, min(budgets), spans):
+        assert protected <= set(stay)
+
+
 def test_ranks_put_the_last_of_equals_first():
     assert ranks(jnp.array([[1.0, 3.0, 3.0, -jnp.inf, 1.0]])).tolist() == [[3, 1, 0, 4, 2]]
 
 
+@pytest.mark.parametrize("part", [0, 0.3, 0.9, 1])  # of the budget is protected
 @pytest.mark.parametrize("num_layers", [1, 2, 30])
 @pytest.mark.parametrize("n, keep", [(1000, 500), (1000, 900), (300, 65), (300, 20), (100, 100)])
-def test_a_pyramid_of_budgets_keeps_the_average_exactly(num_layers, n, keep):
-    budgets = PyramidKV().budgets(num_layers, n, keep)
+def test_a_pyramid_of_budgets_keeps_the_average_exactly(num_layers, n, keep, part):
+    protected = int(part * keep)
+    budgets = PyramidKV().budgets(num_layers, n, keep, protected)
     assert sum(budgets) == num_layers * keep
     assert budgets == sorted(budgets, reverse=True)
-    assert min(budgets) >= min(64, keep) and max(budgets) <= n
-    if (num_layers, n, keep) == (30, 1000, 500):  # 436 beside the window, the last has a 20th
+    assert min(budgets) >= min(64 + protected, keep) and max(budgets) <= n
+    if (num_layers, n, keep, part) == (30, 1000, 500, 0):  # 436 beside the window, the last a 20th
         assert abs(budgets[0] - (64 + 1.95 * 436)) < 1 and abs(budgets[-1] - (64 + 436 / 20)) < 1
 
 
