@@ -1,5 +1,6 @@
 """Scores and choices of every method, against a token at a time in float64."""
 
+from fractions import Fraction
 from functools import cache, partial
 
 import jax.numpy as jnp
@@ -180,10 +181,44 @@ def test_a_budget_is_a_part_or_a_number(text, kept):
     assert Budget.parse(text.replace(" ", "")).keep(100) == kept
 
 
-@pytest.mark.parametrize("text", ["", "0", "0.0", "1.1", "101%", "-3", "half", "1e3", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.0", "1.1", "101%", "-3", "half", "1e3", "nan", 0.5, None]
+)
 def test_a_budget_that_is_neither_is_refused(text):
     with pytest.raises(ValueError, match="budget"):
         Budget.parse(text)
+
+
+@pytest.mark.parametrize("kept", [0.5, "50%", None, True, 0, -3, Fraction(0), Fraction(3, 2)])
+def test_so_is_one_that_is_made_of_neither(kept):
+    with pytest.raises(ValueError, match="budget"):
+        Budget(kept)
+
+
+@pytest.mark.parametrize(
+    "kept, of_100", [(1, 1), (256, 100), (Fraction(1, 3), 33), (Fraction(1), 100)]
+)
+def test_a_budget_is_made_of_a_number_or_a_fraction(kept, of_100):
+    assert Budget(kept).keep(100) == of_100
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(budget="50%"), "budget must be Budget, got '50%'"),
+        (dict(budget=0.5), "budget must be Budget, got 0.5"),
+        (dict(budget=None), "budget must be Budget"),
+        (dict(method="streaming_llm", budget=64), "budget must be Budget, got 64"),
+        (dict(method=None), "no method None"),
+        (dict(interval=1.5), "interval must be int, got 1.5"),
+        (dict(interval=True), "interval must be int, got True"),
+        (dict(interval="3"), "interval must be int, got '3'"),
+        (dict(interval=-1), "interval must be at least 1, got -1"),
+    ],
+)
+def test_a_choice_of_other_types_is_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Compression(**dict(method="knorm", budget=Budget(9)) | fields)
 
 
 @pytest.mark.parametrize(
