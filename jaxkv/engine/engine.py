@@ -437,9 +437,14 @@ class Engine:
         sequences hold too many."""
         for sequence in self._scheduler.waiting.in_order():
             if not sequence.paused:
-                held = ", ".join(f"{p.num_held} of {p.capacity}" for p in self.pools)
+                held = [  # many groups say the same
+                    f"of {pool.capacity} pages {pool.num_held} are held, "
+                    f"{self.pins.num_pinned(g) if self.pins else 0} of them by pins"
+                    for g, pool in enumerate(self.pools)
+                ]
                 sequence.completion.error = (
-                    f"{len(sequence.tokens)} tokens need more pages than are left: pins hold {held}"
+                    f"{len(sequence.tokens)} tokens need more pages than are left: "
+                    + "; ".join(dict.fromkeys(held))
                 )
                 self._finish(sequence, FinishReason.ERROR)
                 return [Delta(sequence.completion, (), "")]
