@@ -189,7 +189,9 @@ class Engine:
         if self._shortener is not None:
             self._shortener.check(request)
         elif request.context is not None or request.protect:
-            raise RequestError("context and protect need an engine with a method that drops tokens")
+            raise RequestError(
+                "context and protect need an engine with a score method (windows are none)"
+            )
         if request.stop_strings and (stepwise or self._detokenizer is None):
             raise RequestError("stop strings need an engine with a detokenizer, and no stepwise")
         if request.n > 1 and stepwise:

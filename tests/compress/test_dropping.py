@@ -298,9 +298,12 @@ def test_what_cannot_be_kept_is_refused(mixed: Tiny, options, message):
         engine_of(mixed, "knorm", "0.5").submit(asked(**options))
 
 
-def test_an_engine_without_a_method_takes_no_context(mixed: Tiny):
-    with pytest.raises(RequestError, match="need an engine with a method"):
-        mixed.engine().submit(asked())
+@pytest.mark.parametrize("method", [None, "streaming_llm", "sliding_window"])
+@pytest.mark.parametrize("asked_for", [dict(context=9), dict(protect=((0, 4),))])
+def test_an_engine_that_scores_no_token_takes_no_context(mixed: Tiny, method, asked_for):
+    engine = mixed.engine() if method is None else engine_of(mixed, method, "20")
+    with pytest.raises(RequestError, match="need an engine with a score method"):
+        engine.submit(Request(prompt=PROMPT, **asked_for))
 
 
 @pytest.mark.parametrize(
