@@ -317,3 +317,9 @@ def test_an_engine_that_scores_no_token_takes_no_context(mixed: Tiny, method, as
 def test_pairs_that_do_not_go_together_are_named(mixed: Tiny, method, budget, kv_format, message):
     with pytest.raises(ValueError, match=message):
         engine_of(mixed, method, budget, kv_format=kv_format)
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "knorm", "pyramidkv", "adakv_knorm"])
+def test_layers_that_have_a_window_take_any_format_beside_a_method(mixed: Tiny, method):
+    spec = engine_of(mixed, method, "20", kv_format="int8,window=kivi4").spec
+    assert [one.name for one in spec.formats] == ["int8", "kivi4", "int8"]
