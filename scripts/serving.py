@@ -84,7 +84,8 @@ def add_compression_arguments(parser: argparse.ArgumentParser | argparse._Argume
     parser.add_argument(
         "--budget",
         metavar="N",
-        help="tokens that --method keeps: a number, or a part of the prompt as 0.5 or 50%%",
+        help="tokens that --method keeps: a number, or a part of the prompt as 0.5 or 50%% "
+        "(1 is one token, 1.0 all)",
     )
     parser.add_argument(
         "--interval",

@@ -130,7 +130,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="M",
         help=f"{NONE}, {', '.join(METHODS)}",
     )
-    add("--budgets", nargs="+", default=["0.5", "0.25"], metavar="B", help="parts, or tokens")
+    add(
+        "--budgets",
+        nargs="+",
+        default=["0.5", "0.25"],
+        metavar="B",
+        help="parts (1.0: all), or tokens",
+    )
     sizes = parser.add_argument_group("how much is measured")
     add = sizes.add_argument
     add("--skip", type=int, default=2_000, metavar="N", help="tokens of the text (default: 2000)")

@@ -10,4 +10,5 @@ from jaxkv.compress.compressor import MAX_SPANS as MAX_SPANS
 from jaxkv.compress.compressor import Compressor as Compressor
 from jaxkv.compress.compressor import Kept as Kept
 from jaxkv.compress.compressor import Row as Row
+from jaxkv.compress.compressor import num_protected as num_protected
 from jaxkv.compress.method import ScoreMethod as ScoreMethod

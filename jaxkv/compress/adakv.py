@@ -39,6 +39,8 @@ class AdaKV(ScoreMethod):
         K = scores.shape[0]
         return (ranks(scores.reshape(-1)) < K * keep).reshape(scores.shape)
 
-    def budgets(self, num_layers: int, num_tokens: int, keep: int) -> list[int]:
+    def budgets(
+        self, num_layers: int, num_tokens: int, keep: int, num_protected: int = 0
+    ) -> list[int]:
         """See `ScoreMethod.budgets`."""
-        return self.method.budgets(num_layers, num_tokens, keep)
+        return self.method.budgets(num_layers, num_tokens, keep, num_protected)

@@ -53,8 +53,13 @@ class Compression:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"no method {self.method!r}; there are {', '.join(METHODS)}")
-        if self.interval is not None and self.interval < 1:
-            raise ValueError(f"interval must be at least 1, got {self.interval}")
+        if not isinstance(self.budget, Budget):
+            raise ValueError(f"budget must be Budget, got {self.budget!r}; Budget.parse reads text")
+        if self.interval is not None:
+            if not isinstance(self.interval, int) or isinstance(self.interval, bool):
+                raise ValueError(f"interval must be int, got {self.interval!r}")
+            if self.interval < 1:
+                raise ValueError(f"interval must be at least 1, got {self.interval}")
         if self.is_window:
             if self.budget.is_part:
                 raise ValueError(

@@ -31,6 +31,15 @@ MAX_SPANS = 16  # of protected tokens
 Spans = Sequence[tuple[int, int]]
 
 
+def num_protected(spans: Spans) -> int:
+    """Tokens that are in any of some spans `[start, end)`."""
+    total = behind = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, behind))
+        behind = max(behind, end)
+    return total
+
+
 class Model(Protocol):
     """What is asked of a model; a `jaxkv.engine.DecodeModel` has it."""
 
@@ -150,7 +159,8 @@ class Compressor:
           row: of the sequence.
           tokens: all of its tokens that are computed.
           keep: how many each KV head keeps, on average where the method shares them out.
-          spans: positions `[start, end)` of tokens that stay whatever their score.
+          spans: positions `[start, end)` of tokens that stay whatever their score; `keep` in all
+            at most.
           since: position from which on queries are looked at.
           before: the last choice, if tokens were dropped before.
         """
@@ -171,8 +181,8 @@ class Compressor:
         known = None if before is None else (_sized(before.positions, S), before.counts)
         bounds = np.zeros((MAX_SPANS, 2), np.int32)
         bounds[: len(spans)] = np.reshape(np.asarray(spans, np.int32), (-1, 2))
-        budgets = np.array(self.method.budgets(len(self.layers), n, keep), np.int32)
-        return self._choose(cache, row, sums, known, bounds, budgets)
+        budgets = self.method.budgets(len(self.layers), n, keep, num_protected(spans))
+        return self._choose(cache, row, sums, known, bounds, np.array(budgets, np.int32))
 
     def move(self, cache: KVCache, kept: Kept, row: Row, target: np.ndarray) -> KVCache:
         """Brings the tokens that stay into other pages; `cache` is donated.

@@ -137,8 +137,11 @@ class ScoreMethod:
         """
         return ranks(scores) < keep
 
-    def budgets(self, num_layers: int, num_tokens: int, keep: int) -> list[int]:
-        """Tokens that each layer's heads keep, `keep` on average and none more than there are."""
+    def budgets(
+        self, num_layers: int, num_tokens: int, keep: int, num_protected: int = 0
+    ) -> list[int]:
+        """Tokens that each layer's heads keep, `keep` on average, and none more than there are or
+        fewer than are protected (`keep` at most)."""
         return [keep] * num_layers
 
 

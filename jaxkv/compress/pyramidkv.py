@@ -8,15 +8,18 @@ BETA = 20  # the last layer's budget is that part of the average
 
 class PyramidKV(SnapKV):
     """Early layers spread their attention and keep more; budgets fall linearly, and beside the last
-    WINDOW tokens the first layer keeps 2 - 1 / BETA of the average, the last one 1 / BETA."""
+    WINDOW tokens and those that are protected the first layer keeps 2 - 1 / BETA of the average,
+    the last one 1 / BETA."""
 
     name = "pyramidkv"
     by_layer = True
 
-    def budgets(self, num_layers: int, num_tokens: int, keep: int) -> list[int]:
+    def budgets(
+        self, num_layers: int, num_tokens: int, keep: int, num_protected: int = 0
+    ) -> list[int]:
         """See `ScoreMethod.budgets`; they add up to `num_layers * keep`."""
-        window = min(WINDOW, keep)
-        spare, most = keep - window, num_tokens - window
+        sure = min(WINDOW + num_protected, keep)
+        spare, most = keep - sure, num_tokens - sure
         least = spare / BETA
         first = 2 * spare - least
         if first > most:
@@ -27,4 +30,4 @@ class PyramidKV(SnapKV):
         left = num_layers * spare - sum(budgets)  # by rounding: to the first that have room
         for i in [i for i in range(num_layers) if budgets[i] < most][:left]:
             budgets[i] += 1
-        return [window + share for share in budgets]
+        return [sure + share for share in budgets]

@@ -53,6 +53,10 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raises ValueError, naming the field, where a value cannot be used."""
+        for name, expected in _TYPES.items():
+            if not isinstance(getattr(self, name), expected):
+                wanted = getattr(expected, "__name__", str(expected))
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
         for name in ("max_sequences", "token_budget", "pool_bytes"):
             _check_count(name, getattr(self, name))
         for name in ("pool_tokens", "max_length"):
@@ -68,6 +72,15 @@ class EngineConfig:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be of {known}, got {getattr(self, name)!r}")
         check_choice(self.kv_format)
+
+
+_TYPES = {
+    "kv_format": str,
+    "kv_ranges": KVRanges | None,
+    "compression": Compression | None,
+    "deterministic": bool,
+    "prefix_cache": bool,
+}
 
 
 def _check_count(name: str, value: object) -> None:

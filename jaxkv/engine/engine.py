@@ -189,7 +189,9 @@ class Engine:
         if self._shortener is not None:
             self._shortener.check(request)
         elif request.context is not None or request.protect:
-            raise RequestError("context and protect need an engine with a method that drops tokens")
+            raise RequestError(
+                "context and protect need an engine with a score method (windows are none)"
+            )
         if request.stop_strings and (stepwise or self._detokenizer is None):
             raise RequestError("stop strings need an engine with a detokenizer, and no stepwise")
         if request.n > 1 and stepwise:
@@ -437,9 +439,14 @@ class Engine:
         sequences hold too many."""
         for sequence in self._scheduler.waiting.in_order():
             if not sequence.paused:
-                held = ", ".join(f"{p.num_held} of {p.capacity}" for p in self.pools)
+                held = [  # many groups say the same
+                    f"of {pool.capacity} pages {pool.num_held} are held, "
+                    f"{self.pins.num_pinned(g) if self.pins else 0} of them by pins"
+                    for g, pool in enumerate(self.pools)
+                ]
                 sequence.completion.error = (
-                    f"{len(sequence.tokens)} tokens need more pages than are left: pins hold {held}"
+                    f"{len(sequence.tokens)} tokens need more pages than are left: "
+                    + "; ".join(dict.fromkeys(held))
                 )
                 self._finish(sequence, FinishReason.ERROR)
                 return [Delta(sequence.completion, (), "")]

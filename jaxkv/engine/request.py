@@ -106,8 +106,8 @@ class Request:
         priority or pages run out.
       adapter: name and version of the weights' adapter; prefixes are shared within one alone.
       cache_salt: prefixes are shared with requests of the same salt alone.
-      context: where the engine drops tokens, the first so many tokens of the prompt, of which some
-        are dropped before the rest is computed; None for the whole prompt.
+      context: where the engine has a score method, the first so many tokens of the prompt, of which
+        some are dropped before the rest is computed; None for the whole prompt.
       protect: spans `(start, end)` of the context whose tokens are never dropped.
     """
 

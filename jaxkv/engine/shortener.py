@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.compress import Compression, Compressor, Kept, Row
+from jaxkv.compress import Compression, Compressor, Kept, Row, num_protected
 from jaxkv.engine.request import Request, RequestError
 from jaxkv.engine.scheduler import PageCopy, Scheduler
 from jaxkv.engine.sequence import NEVER, Sequence
@@ -42,11 +42,10 @@ class Shortener:
     def check(self, request: Request) -> None:
         """Raises RequestError where more of a request is protected than the budget keeps."""
         context = request.context or len(request.prompt)
-        protected = {token for start, end in request.protect for token in range(start, end)}
-        keep = self._compression.budget.keep(context)
-        if len(protected) > keep:
+        protected, keep = num_protected(request.protect), self._compression.budget.keep(context)
+        if protected > keep:
             raise RequestError(
-                f"protect has {len(protected)} tokens; the budget {self._compression.budget} keeps "
+                f"protect has {protected} tokens; the budget {self._compression.budget} keeps "
                 f"{keep} of {context}"
             )
 

@@ -34,8 +34,8 @@ class ShortenedTables(PageTables):
     def shorten(self, row: int, num_tokens: int, lens: Mapping[int, int]) -> None:
         """Lets go of a row's pages in some groups and gives it others, enough for fewer tokens.
 
-        Pages that others hold or the index keeps are not among the new ones, and stay as they are.
-        Those that were the row's alone may be: the caller reads all old pages before it writes.
+        Pages that others hold or the index goes on keeping are not among the new ones, and stay as
+        they are. The row's others may be: the caller reads all old pages before it writes.
 
         Args:
           row: an open row.
@@ -45,21 +45,25 @@ class ShortenedTables(PageTables):
         Raises:
           OutOfPages: a group has too few pages that are free or cached; nothing is changed.
         """
-        held = self._held_by(row)
-        for g, length in lens.items():
-            pool, count = self.pools[g], -(-length // self.page_size)
+        held, P = self._held_by(row), self.page_size
+        counts = {g: -(-length // P) for g, length in lens.items()}
+        if self._pins is not None:
+            self._pins.expire()
+        for g, count in counts.items():
+            pool = self.pools[g]
             own = sum(1 for page in held[g] if pool.state(page)[1] == 1)
             if count > pool.num_free + pool.num_cached + own:
                 raise OutOfPages(f"{count} pages asked for in place of {len(held[g])} shared ones")
-        for g, length in lens.items():
-            pool, count = self.pools[g], -(-length // self.page_size)
+        for g in counts:  # of all first: a leaf stays while any group's pages of it are held
             self.pages[g][row, : len(held[g])] = 0
-            pool.release(held[g])
-            if count > pool.num_free:
+            self.pools[g].release(held[g])
+            held[g] = []
+        for g, count in counts.items():
+            if count > self.pools[g].num_free:
                 self._make_free(g, count)
-            held[g] = pool.acquire(count)
+            held[g] = self.pools[g].acquire(count)
             self._show(g, row, 0, held[g])
-            self._dropped[g, row] = num_tokens - length
+            self._dropped[g, row] = num_tokens - lens[g]
 
     def take_snapshot(
         self, row: int, key: SnapshotKey, *, priority: int = 0

@@ -241,6 +241,33 @@ def test_protected_tokens_are_never_dropped(mixed: Tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["pyramidkv", "adakv_pyramidkv"])
+@pytest.mark.parametrize("budget", ["50%", "96"])
+def test_nor_are_they_where_layers_keep_different_numbers(mixed: Tiny, method, budget):
+    (prompt,) = random_prompts(192)
+    request = asked(prompt=prompt, context=None, protect=((0, 92),), max_new_tokens=10)
+    _, kept = watch(engine_of(mixed, method, budget, 3), request)
+    assert len(kept) > 2 and int(kept[0].counts.sum()) == kept[0].counts.size * 96
+    for one in kept:
+        for heads in positions(one):
+            for stay in heads:
+                assert set(range(92)) <= set(stay)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["knorm", "pyramidkv", "adakv_knorm", "adakv_pyramidkv"])
+def test_prompts_that_nearly_fill_the_pool_lose_tokens_within_it(full: Tiny, method):
+    """Also where others' pages must be evicted, and where two take turns."""
+    requests = [asked(prompt=p, context=None) for p in random_prompts(96, 103, 96, seed=1)]
+    want = logit_bits(engine_of(full, method, deterministic=True).generate(requests))
+    for room in (112, 208, 232):
+        engine = engine_of(full, method, deterministic=True).squeeze(room)
+        for got, bits in zip(logit_bits(engine.generate(requests)), want, strict=True):
+            np.testing.assert_array_equal(got, bits)
+        assert engine.metrics.evicted_pages > 10
+
+
+@pytest.mark.slow
 def test_a_request_that_pins_leave_no_room_to_drop_for_ends_with_the_reason(full: Tiny):
     engine = engine_of(full, "knorm", "0.5", pool_tokens=192, max_sequences=1)
     request = Request(prompt=PROMPT[:96], max_new_tokens=3)
@@ -271,9 +298,12 @@ def test_what_cannot_be_kept_is_refused(mixed: Tiny, options, message):
         engine_of(mixed, "knorm", "0.5").submit(asked(**options))
 
 
-def test_an_engine_without_a_method_takes_no_context(mixed: Tiny):
-    with pytest.raises(RequestError, match="need an engine with a method"):
-        mixed.engine().submit(asked())
+@pytest.mark.parametrize("method", [None, "streaming_llm", "sliding_window"])
+@pytest.mark.parametrize("asked_for", [dict(context=9), dict(protect=((0, 4),))])
+def test_an_engine_that_scores_no_token_takes_no_context(mixed: Tiny, method, asked_for):
+    engine = mixed.engine() if method is None else engine_of(mixed, method, "20")
+    with pytest.raises(RequestError, match="need an engine with a score method"):
+        engine.submit(Request(prompt=PROMPT, **asked_for))
 
 
 @pytest.mark.parametrize(
@@ -287,3 +317,9 @@ def test_an_engine_without_a_method_takes_no_context(mixed: Tiny):
 def test_pairs_that_do_not_go_together_are_named(mixed: Tiny, method, budget, kv_format, message):
     with pytest.raises(ValueError, match=message):
         engine_of(mixed, method, budget, kv_format=kv_format)
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "knorm", "pyramidkv", "adakv_knorm"])
+def test_layers_that_have_a_window_take_any_format_beside_a_method(mixed: Tiny, method):
+    spec = engine_of(mixed, method, "20", kv_format="int8,window=kivi4").spec
+    assert [one.name for one in spec.formats] == ["int8", "kivi4", "int8"]

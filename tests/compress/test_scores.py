@@ -1,12 +1,13 @@
 """Scores and choices of every method, against a token at a time in float64."""
 
+from fractions import Fraction
 from functools import cache, partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.compress import METHODS, SCORES, WINDOWS, Budget, Compression
+from jaxkv.compress import METHODS, SCORES, WINDOWS, Budget, Compression, num_protected
 from jaxkv.compress.compressor import _choose_in_layer
 from jaxkv.compress.method import FORCED, LayerTokens, Queries, ranks
 from jaxkv.compress.pyramidkv import PyramidKV
@@ -133,18 +134,31 @@ def test_protected_tokens_stay_before_all_others(name):
         assert {11, 12, 13, 40, 41, 42, 43, 44} <= set(stay)
 
 
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in WINDOWS])
+def test_they_stay_in_the_layer_with_the_smallest_budget(name):
+    n, keep, spans = 70, 68, ((3, 20), (40, 70), (10, 40), (30, 30))
+    protected = {token for start, end in spans for token in range(start, end)}
+    assert num_protected(spans) == len(protected) == 67
+    budgets = method_of(name).budgets(3, n, keep, len(protected))
+    assert sum(budgets) == 3 * keep
+    for stay in chosen(name, n, min(budgets), spans):
+        assert protected <= set(stay)
+
+
 def test_ranks_put_the_last_of_equals_first():
     assert ranks(jnp.array([[1.0, 3.0, 3.0, -jnp.inf, 1.0]])).tolist() == [[3, 1, 0, 4, 2]]
 
 
+@pytest.mark.parametrize("part", [0, 0.3, 0.9, 1])  # of the budget is protected
 @pytest.mark.parametrize("num_layers", [1, 2, 30])
 @pytest.mark.parametrize("n, keep", [(1000, 500), (1000, 900), (300, 65), (300, 20), (100, 100)])
-def test_a_pyramid_of_budgets_keeps_the_average_exactly(num_layers, n, keep):
-    budgets = PyramidKV().budgets(num_layers, n, keep)
+def test_a_pyramid_of_budgets_keeps_the_average_exactly(num_layers, n, keep, part):
+    protected = int(part * keep)
+    budgets = PyramidKV().budgets(num_layers, n, keep, protected)
     assert sum(budgets) == num_layers * keep
     assert budgets == sorted(budgets, reverse=True)
-    assert min(budgets) >= min(64, keep) and max(budgets) <= n
-    if (num_layers, n, keep) == (30, 1000, 500):  # 436 beside the window, the last has a 20th
+    assert min(budgets) >= min(64 + protected, keep) and max(budgets) <= n
+    if (num_layers, n, keep, part) == (30, 1000, 500, 0):  # 436 beside the window, the last a 20th
         assert abs(budgets[0] - (64 + 1.95 * 436)) < 1 and abs(budgets[-1] - (64 + 436 / 20)) < 1
 
 
@@ -167,10 +181,44 @@ def test_a_budget_is_a_part_or_a_number(text, kept):
     assert Budget.parse(text.replace(" ", "")).keep(100) == kept
 
 
-@pytest.mark.parametrize("text", ["", "0", "0.0", "1.1", "101%", "-3", "half", "1e3", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.0", "1.1", "101%", "-3", "half", "1e3", "nan", 0.5, None]
+)
 def test_a_budget_that_is_neither_is_refused(text):
     with pytest.raises(ValueError, match="budget"):
         Budget.parse(text)
+
+
+@pytest.mark.parametrize("kept", [0.5, "50%", None, True, 0, -3, Fraction(0), Fraction(3, 2)])
+def test_so_is_one_that_is_made_of_neither(kept):
+    with pytest.raises(ValueError, match="budget"):
+        Budget(kept)
+
+
+@pytest.mark.parametrize(
+    "kept, of_100", [(1, 1), (256, 100), (Fraction(1, 3), 33), (Fraction(1), 100)]
+)
+def test_a_budget_is_made_of_a_number_or_a_fraction(kept, of_100):
+    assert Budget(kept).keep(100) == of_100
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(budget="50%"), "budget must be Budget, got '50%'"),
+        (dict(budget=0.5), "budget must be Budget, got 0.5"),
+        (dict(budget=None), "budget must be Budget"),
+        (dict(method="streaming_llm", budget=64), "budget must be Budget, got 64"),
+        (dict(method=None), "no method None"),
+        (dict(interval=1.5), "interval must be int, got 1.5"),
+        (dict(interval=True), "interval must be int, got True"),
+        (dict(interval="3"), "interval must be int, got '3'"),
+        (dict(interval=-1), "interval must be at least 1, got -1"),
+    ],
+)
+def test_a_choice_of_other_types_is_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Compression(**dict(method="knorm", budget=Budget(9)) | fields)
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,17 @@ def test_a_request_that_cannot_be_served_is_refused_at_the_door(tiny: Tiny, bad,
         ("max_length", 0),
         ("page_size", 7),
         ("page_size", 257),
+        ("kv_format", 8),
+        ("kv_format", None),
+        ("kv_ranges", 2.5),
+        ("compression", "snapkv"),
+        ("compression", 0.5),
+        ("deterministic", 1),
+        ("prefix_cache", None),
     ],
 )
-def test_a_size_that_cannot_be_used_is_refused_by_name(tiny: Tiny, field, value):
-    with pytest.raises(ValueError, match=f"{field} must be .*, got {value}"):
+def test_a_value_that_cannot_be_used_is_refused_by_name(tiny: Tiny, field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .*, got {value!r}"):
         tiny.engine(**{field: value})
 
 

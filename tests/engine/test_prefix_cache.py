@@ -224,12 +224,30 @@ def test_a_probe_finds_what_a_request_would_and_changes_nothing(tiny: Tiny):
     assert list(engine.index._policy._order) == before
 
 
-def test_a_request_that_pins_leave_no_room_for_ends_with_the_reason(tiny: Tiny):
-    engine = tiny.engine(page_size=8, pool_tokens=64).squeeze(32)
-    large, small = (Request(prompt=p, max_new_tokens=2) for p in random_prompts(50, 20))
+@pytest.mark.parametrize("pinned_pages", [0, 2])
+def test_a_request_that_finds_no_room_ends_with_the_reason_and_who_holds_what(
+    tiny: Tiny, pinned_pages
+):
+    engine = tiny.engine(page_size=8, pool_tokens=64)
+    large, small, system = (
+        Request(prompt=p, max_new_tokens=2) for p in random_prompts(50, 20, 8 * pinned_pages + 1)
+    )
+    run(engine, system)
+    assert engine.pins is not None and engine.index is not None
+    pin = engine.pins.pin(
+        pack(system.prompt[: 8 * pinned_pages]), engine.namespace(), ttl_seconds=3600
+    )
+    for group, pool in enumerate(engine.pools):
+        engine.index.evict(group, pool.num_cached)
+    engine.squeeze(32)
     refused, served = engine.generate([large, small])
-    assert refused.finish_reason == "error" and "more pages than are left" in str(refused.error)
+    assert refused.finish_reason == "error"
+    assert refused.error == (
+        "50 tokens need more pages than are left: "
+        f"of 8 pages 4 are held, {pinned_pages} of them by pins"
+    )
     assert served.tokens == tiny.greedy(small.prompt, 2)
+    engine.pins.unpin(pin)
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
-"""Snapshots among rows, trees and eviction: whatever comes in whatever order, the books agree and
-every slot that a row reads has the token that it should."""
+"""Snapshots among rows, trees, pins and eviction: whatever comes in whatever order, the books
+agree, every slot that a row reads has the token that it should, and a row is shortened wherever it
+fits beside what others hold.
+"""
 
 import random
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -43,11 +47,14 @@ class World:
     """Two full groups that lose different numbers of tokens and one with a window, on a device
     whose slots are what a token would have computed: all tokens up to it."""
 
-    def __init__(self, seed: int, policy: str):
-        self.rng = random.Random(seed)
+    def __init__(self, seed: int, policy: str, capacity: int):
+        self.rng, self.now = random.Random(seed), 0.0
         self.windows = (None, 6, None)
-        self.pools = [PagePool(n) for n in (25, 14, 25)]
-        self.index = PrefixIndex(self.pools, P, self.windows, policy=POLICIES[policy]())
+        self.pools = [PagePool(1 + n) for n in (capacity, 13, capacity)]
+        self.index = PrefixIndex(
+            self.pools, P, self.windows, policy=POLICIES[policy](), clock=lambda: self.now
+        )
+        self.pins = Pins(self.index)
         self.tables = ShortenedTables(
             self.pools,
             P,
@@ -55,16 +62,16 @@ class World:
             max_pages=16,
             windows=self.windows,
             index=self.index,
-            pins=Pins(self.index),
+            pins=self.pins,
         )
         self.device = [[[None] * P for _ in range(26)] for _ in self.pools]
         self.rows: list[Row] = []
-        self.num_taken = 0
+        self.num_taken = self.num_refused = 0
 
     def left(self, group: int, row: Row) -> list[int]:
         """Which tokens of a context a group keeps: a function of the context."""
         own = random.Random(str((group, row.tokens[: row.context])))
-        return sorted(own.sample(range(row.context), max(1, row.context * (1 + group) // 5)))
+        return sorted(own.sample(range(row.context), own.randint(1, row.context)))
 
     def start(self) -> None:
         if len(self.rows) == 4:
@@ -115,9 +122,14 @@ class World:
         left = {g: self.left(g, row) for g in (0, 2)}
         held = [list(ids) for ids in self.tables._held[row.row]]
         read = {g: [self.device[g][held[g][i // P]][i % P] for i in left[g]] for g in left}
+        fits = all(-(-len(left[g]) // P) <= self.num_left(g, row) for g in left)
+        before = self.books()
         try:
             self.tables.shorten(row.row, row.context, {g: len(x) for g, x in left.items()})
+            assert fits
         except OutOfPages:
+            assert not fits and self.books() == before
+            self.num_refused += 1
             return self.close(row)
         for g, values in read.items():
             row.slots[g] = list(left[g])
@@ -135,6 +147,21 @@ class World:
             kept = [left[0], left[2]]
             self.tables.publish_snapshot(row.row, row.context, row.key, kept, copies)
 
+    def num_left(self, group: int, row: Row) -> int:
+        """Pages that neither other rows hold nor pins that last."""
+        holders = [self.tables._held[other.row] for other in self.rows if other is not row]
+        holders += [held for pin, held in self.pins._held.items() if pin.expires > self.now]
+        held = {page for holder in holders for page in holder[group] if page}
+        return self.pools[group].capacity - len(held)
+
+    def books(self) -> tuple:
+        return deepcopy(self.tables.holdings()), self.tables.dropped.tolist(), self.index.stored()
+
+    def pin(self) -> None:
+        tokens = self.rng.choice(self.rows).tokens if self.rows else []
+        with suppress(ValueError):  # so many pages may not be pinned
+            self.pins.pin(pack(tokens), PUBLIC, ttl_seconds=self.rng.randint(1, 30))
+
     def close(self, row: Row) -> None:
         self.tables.close(row.row)
         self.rows.remove(row)
@@ -147,7 +174,7 @@ class World:
         assert pool.num_free == free + freed and freed >= min(wanted, cached)
 
     def check(self) -> None:
-        check_integrity(self.index, self.tables)
+        check_integrity(self.index, self.tables, self.pins.holdings())
         for row in self.rows:
             for g, window in enumerate(self.windows):
                 first = 0 if window is None else max(0, row.num_computed - window + 1)
@@ -157,13 +184,16 @@ class World:
                         assert value == tuple(row.tokens[: position + 1])
 
 
+@pytest.mark.parametrize("capacity, least_taken, least_refused", [(24, 40, 0), (7, 40, 1)])
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_whatever_is_shared_evicted_and_ended_the_books_agree_and_slots_are_right(policy):
-    num_taken = 0
+def test_whatever_is_shared_evicted_and_ended_the_books_agree_and_slots_are_right(
+    policy, capacity, least_taken, least_refused
+):
+    num_taken = num_refused = 0
     for seed in range(8):
-        world = World(seed, policy)
+        world = World(seed, policy, capacity)
         for _ in range(120):
-            step = world.rng.random()
+            step, world.now = world.rng.random(), world.now + 1
             if step < 0.35 or not world.rows:
                 world.start()
             elif step < 0.85:
@@ -174,9 +204,13 @@ def test_whatever_is_shared_evicted_and_ended_the_books_agree_and_slots_are_righ
                     world.compute(row)
             elif step < 0.93:
                 world.close(world.rng.choice(world.rows))
-            else:
+            elif step < 0.97:
                 world.evict()
+            else:
+                world.pin()
             world.check()
+        world.now += 30
+        world.pins.expire()
         for row in list(world.rows):
             world.close(row)
         world.index.reset()
@@ -184,4 +218,19 @@ def test_whatever_is_shared_evicted_and_ended_the_books_agree_and_slots_are_righ
         assert not len(world.index.snapshots) and not world.index.roots
         assert all(pool.num_free == pool.capacity for pool in world.pools)
         num_taken += world.num_taken
-    assert num_taken > 40
+        num_refused += world.num_refused
+    assert num_taken >= least_taken and num_refused >= least_refused
+
+
+def test_a_pin_whose_time_is_over_keeps_no_row_from_being_shortened():
+    world = World(0, "lru", capacity=6)
+    row, other = world.tables.open(), world.tables.open()
+    world.tables.grow(row, 3 * P)
+    world.tables.publish(row, pack(list(range(3 * P))), PUBLIC)
+    world.pins.pin(pack(list(range(3 * P))), PUBLIC, ttl_seconds=1)
+    world.tables.grow(other, 3 * P)
+    with pytest.raises(OutOfPages):
+        world.tables.shorten(row, 3 * P, {0: P, 2: P})
+    world.now = 2
+    world.tables.shorten(row, 3 * P, {0: P, 2: 3 * P})
+    check_integrity(world.index, world.tables)
