@@ -12,7 +12,6 @@ reading. Not here: optimizer state, or several steps of a run.
 import json
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from models.checkpoints.gguf_file import open_gguf
 from models.config import ModelConfig
 from models.decode_model import FlaxDecodeModel, ParamPath
 from models.errors import ModelError
+from models.file_sums import are_sums, check_sums, sums_of
 from models.loading import LoadedModel
 from models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
 from models.weights import DTYPES, Progress, abstract_model
@@ -41,7 +41,6 @@ _TOKENIZER_FILES = (  # what `tokenizer_from_dir` reads
     "chat_template.jinja",
 )
 _GROUP_BYTES = 16 << 20  # read at once: few calls, and little beside the parameters in memory
-_BLOCK_BYTES = 1 << 20
 
 
 def check_target(path: Path) -> None:
@@ -98,15 +97,11 @@ def open_orbax(
 
 
 def _header(model: FlaxDecodeModel, folder: Path) -> dict[str, Any]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {
         "version": VERSION,
         "dtype": model.named_params[("embedding",)].dtype.name,
         "config": config_to_json(model.config),
-        "files": {
-            file.relative_to(folder).as_posix(): [file.stat().st_size, _crc32(file)]
-            for file in files
-        },
+        "files": sums_of(folder),
     }
 
 
@@ -131,31 +126,11 @@ def _read_header(path: Path) -> dict[str, Any]:
             f"{file}: is of version {header['version']!r}, and only {VERSION} is read; write the "
             "checkpoint again"
         )
-    sound = all(isinstance(header.get(key), dict) for key in ("config", "files"))
-    sound = sound and all(isinstance(x, list) and len(x) == 2 for x in header["files"].values())
+    sound = isinstance(header.get("config"), dict) and are_sums(header.get("files"))
     if not sound or header.get("dtype") not in DTYPES:
         raise ModelError(f"{file}: is damaged; write the checkpoint again")
-    for name, (size, crc) in header["files"].items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found is None:
-            state = "is missing"
-        elif found != size:
-            state = f"has {found} bytes in place of {size}"
-        elif _crc32(file) != crc:
-            state = "is damaged"
-        else:
-            continue
-        raise ModelError(f"{file}: {state}; copy or write the checkpoint again")
+    check_sums(path, header["files"], "copy or write the checkpoint again")
     return header
-
-
-def _crc32(file: Path) -> int:
-    crc = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            crc = zlib.crc32(block, crc)
-    return crc
 
 
 def _save_params(model: FlaxDecodeModel, folder: Path) -> None:

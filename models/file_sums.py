@@ -1,0 +1,53 @@
+"""Sizes and CRC-32 of files, to see that they are whole before a library reads them."""
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from models.errors import ModelError
+
+Sums = dict[str, list[int]]
+_BLOCK_BYTES = 1 << 20
+
+
+def sums_of(folder: Path) -> Sums:
+    """Size and CRC-32 of every file below a folder, by its path in there."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {
+        file.relative_to(folder).as_posix(): [file.stat().st_size, _crc32(file)] for file in files
+    }
+
+
+def are_sums(found: object) -> bool:
+    """Whether what a file said may be what `sums_of` returned."""
+    return isinstance(found, dict) and all(
+        isinstance(x, list) and len(x) == 2 for x in found.values()
+    )
+
+
+def check_sums(folder: Path, sums: Mapping[str, list[int]], advice: str) -> None:
+    """Sees that every file is there as it was written.
+
+    Raises:
+      ModelError: one is not; it ends with the advice.
+    """
+    for name, (size, crc) in sums.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found is None:
+            state = "is missing"
+        elif found != size:
+            state = f"has {found} bytes in place of {size}"
+        elif _crc32(file) != crc:
+            state = "is damaged"
+        else:
+            continue
+        raise ModelError(f"{file}: {state}; {advice}")
+
+
+def _crc32(file: Path) -> int:
+    crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return crc
