@@ -148,11 +148,11 @@ def trained_base(size: Size, data: np.ndarray, seed: int, out: Path, bar: Any) -
         seed=seed,
     )
     trainer = Trainer(random_model(size.model(), seed), data, config)
-    trainer.restore(out / f"base-{seed}")
+    trainer.restore(out / f"base-{seed}.npz")
     bar.update(trainer.step)
     while trainer.step < size.steps:
         trainer.run(trainer.step + max(1, size.steps // 4), lambda step, loss: bar.update())
-        trainer.save(out / f"base-{seed}")
+        trainer.save(out / f"base-{seed}.npz")
     return trainer.model
 
 

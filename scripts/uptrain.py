@@ -101,7 +101,7 @@ def train(trainer: Trainer, args: argparse.Namespace, config: TrainConfig) -> No
     folder = args.out.with_name(args.out.name + ".training")
     folder.mkdir(parents=True, exist_ok=True)
     check_run(folder / "run.json", args, config)
-    trainer.restore(folder / "state")
+    trainer.restore(folder / "state.npz")
     curve = folder / "loss.csv"
     losses = [row for row in read_losses(curve) if row[0] <= trainer.step]
     with console.progress(config.num_steps, unit="step", description="training") as bar:
@@ -114,7 +114,7 @@ def train(trainer: Trainer, args: argparse.Namespace, config: TrainConfig) -> No
 
         while trainer.step < config.num_steps:
             trainer.run(trainer.step + SAVE_EVERY, on_step)
-            trainer.save(folder / "state")
+            trainer.save(folder / "state.npz")
             write_losses(curve, losses)
     points = [(float(step), loss, 0.0) for step, loss in losses]
     save_lines(
