@@ -5,6 +5,7 @@ run that was stopped and goes on from its last state ends with the same bits. No
 devices, data that does not fit into memory.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,14 +122,23 @@ class Trainer:
         return FlaxDecodeModel(model.config, model.graphdef, model.paths, params)
 
     def run(self, until: int | None = None, on_step: OnStep = lambda step, loss: None) -> None:
-        """Runs up to step `until`; None runs to the end. `on_step` gets each step and its loss."""
+        """Runs up to step `until`; None runs to the end. `on_step` gets each step and its loss.
+
+        Raises:
+          ModelError: a loss is not finite; nothing that follows from it would be.
+        """
         end = self._config.num_steps if until is None else min(until, self._config.num_steps)
         while self.step < end:
             batch = draw_batch(self._tokens, self._config, self.step)
             self._state, loss = self._update(self._state, self._teacher_params, batch)
             self.step += 1
-            self.losses.append(float(loss))
-            on_step(self.step, self.losses[-1])
+            value = float(loss)
+            if not math.isfinite(value):
+                raise ModelError(
+                    f"the loss of step {self.step} is {value}; a lower learning rate may help"
+                )
+            self.losses.append(value)
+            on_step(self.step, value)
 
     def save(self, path: Path) -> None:
         """Writes the state of the run to a file, which `restore` goes on from, in place of the last

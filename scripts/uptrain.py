@@ -15,6 +15,7 @@ stopped goes on from there by the same command, to the same bits.
 import argparse
 import csv
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -56,8 +57,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if not 0 <= args.fraction <= 1 or not 0 <= args.distil <= 1:
         parser.error("--fraction and --distil must be 0 to 1")
-    if not args.lr > 0:
-        parser.error("--lr must be above 0")
+    if not 0 < args.lr <= float(np.finfo(np.float32).max):
+        parser.error("--lr must be above 0, and a finite float32")
     return args
 
 
@@ -89,6 +90,8 @@ def main(argv: list[str]) -> int:
     original, before, after = (
         mean_loss(model, tokens[cut:], **sizes) for model in (loaded.model, start, trainer.model)
     )
+    if not math.isfinite(after):
+        raise ModelError(f"the trained model's loss is {after}; a lower --lr may help")
     save_checkpoint(args.out, replace(loaded, model=trainer.model))
     report(loaded, args, trainer.step)
     print(f"held-out loss, nats a token: original {original:.4f}, pooled {before:.4f}, ", end="")

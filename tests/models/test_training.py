@@ -103,6 +103,13 @@ def test_a_damaged_state_is_one_line_that_names_the_file(tmp_path, state, kind):
     assert "\n" not in str(refusal.value) and trainer.step == 0
 
 
+def test_a_loss_that_is_not_finite_stops_the_run():
+    trainer = Trainer(model(), TEXT, replace(CONFIG, learning_rate=1e30))
+    with pytest.raises(ModelError, match=r"the loss of step \d+ is (nan|inf); a lower"):
+        trainer.run()
+    assert np.isfinite(trainer.losses).all()
+
+
 def test_a_model_stays_as_it_was_while_a_copy_of_it_is_trained():
     start = model()
     before = [np.array(x) for x in start.params]

@@ -209,6 +209,9 @@ def test_a_study_of_heads_goes_on_where_it_stopped(tmp_path, capsys):
         (tradeoff.main, ["--tasks", "qa"], "no 'qa'; there are niah_single"),
         (uptrain.main, ["--kv-heads", "3"], "3 KV heads do not divide the model's 2"),
         (uptrain.main, ["--fraction", "2"], "--fraction and --distil must be 0 to 1"),
+        (uptrain.main, ["--lr", "inf"], "--lr must be above 0, and a finite float32"),
+        (uptrain.main, ["--lr", "1e39"], "--lr must be above 0, and a finite float32"),
+        (uptrain.main, ["--lr", "1e30", "--steps", "3"], "a lower --lr may help"),
         (uptrain.main, ["--length", "99999"], "too few for --length"),
         (uptrain.main, ["--text", "/no/such"], "/no/such"),
     ],
@@ -219,5 +222,6 @@ def test_each_mistake_is_one_line(tmp_path, capsys, model, text, main, options, 
         code = console.run(main, make(model, text, tmp_path / "out", *options))
     except SystemExit as exit:  # argparse's own
         code = exit.code
-    assert code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and not list((tmp_path / "out").glob("*"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
