@@ -55,6 +55,7 @@ class Trainer:
     """A run: parameters, optimizer state, and how many steps are done.
 
     Attributes:
+      config: how the run is done.
       step: updates so far.
       losses: of the updates since this object was made, nats a token.
     """
@@ -82,7 +83,7 @@ class Trainer:
             raise ModelError(f"a text of {len(tokens)} tokens; {config.length + 1} at least")
         if (teacher is None) != (config.distil == 0):
             raise ModelError("distilling needs a teacher and a part of the loss above 0")
-        self._model, self._tokens, self._config = model, tokens, config
+        self._model, self._tokens, self.config = model, tokens, config
         self._teacher_params = () if teacher is None else teacher.params
         optimizer = _optimizer(config)
         # A copy: the updates are in place.
@@ -127,9 +128,9 @@ class Trainer:
         Raises:
           ModelError: a loss is not finite; nothing that follows from it would be.
         """
-        end = self._config.num_steps if until is None else min(until, self._config.num_steps)
+        end = self.config.num_steps if until is None else min(until, self.config.num_steps)
         while self.step < end:
-            batch = draw_batch(self._tokens, self._config, self.step)
+            batch = draw_batch(self._tokens, self.config, self.step)
             self._state, loss = self._update(self._state, self._teacher_params, batch)
             self.step += 1
             value = float(loss)
@@ -167,8 +168,8 @@ class Trainer:
             raise ModelError(f"{path}: is damaged; without it the run begins anew") from error
         if _shapes(found) != _shapes(own):
             raise ModelError(f"{path}: is the state of another model; name another place")
-        if step > self._config.num_steps:
-            raise ModelError(f"{path}: is at step {step}, the run has {self._config.num_steps}")
+        if step > self.config.num_steps:
+            raise ModelError(f"{path}: is at step {step}, the run has {self.config.num_steps}")
         # A view: NumPy's files know bfloat16 by its size alone.
         leaves = [jnp.array(x.view(leaf.dtype)) for x, leaf in zip(found, own, strict=True)]
         self._state = jax.tree.unflatten(treedef, leaves)

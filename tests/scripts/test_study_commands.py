@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from models.loading import load_model
 from scripts import console, decode, heads, tradeoff, uptrain
-from tests.models.tiny_checkpoint import write_gguf
+from tests.models.tiny_checkpoint import random_weights, write_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,6 +181,111 @@ def test_a_model_with_fewer_heads_is_trained_written_and_read(tmp_path, capsys, 
     again = load_model(str(out)).model
     for one, other in zip(new.model.params, again.params, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def refusal(capsys, main, argv: list[str]) -> str:
+    """The one line that a command is refused with."""
+    capsys.readouterr()
+    assert console.run(main, argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, model) -> Path:
+    """A folder with a text and a training of one step, whose model is moved away."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the tea and the cat in the hat " * 60, "utf-8")
+    argv = uptrain_argv(model, str(folder / "text.txt"), folder / "mqa", "--steps", "1")
+    assert console.run(uptrain.main, argv) == 0
+    (folder / "mqa").rename(folder / "moved")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--seed", "3"], "seed was 0, is 3"),
+        (["--init", "first"], "init was mean, is first"),
+        ("text", "text was sha256:"),
+        ("model", "weights was sha256:"),
+    ],
+)
+def test_a_training_goes_on_by_its_own_model_text_and_options_alone(
+    tmp_path, capsys, model, trained, change, named
+):
+    """Contents, and not names of files: both stand at the paths where the first ones stood."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.gguf"
+    shutil.copy(model, path)
+    argv = uptrain_argv(str(path), str(tmp_path / "text.txt"), tmp_path / "mqa", "--steps", "1")
+    file = tmp_path / "mqa.training" / "run.json"
+    file.write_text(file.read_text().replace(model, str(path)))
+    if change == "text":
+        (tmp_path / "text.txt").write_text("the tea and the cat in the hat " * 59 + "the end")
+    elif change == "model":
+        weights = random_weights()
+        name = next(name for name in weights if "mlp" in name)
+        weights[name][0, 0] += 1
+        write_gguf(path, weights)
+    else:
+        argv += change
+    before = contents(tmp_path / "mqa.training")
+    line = refusal(capsys, uptrain.main, argv)
+    assert line.startswith(f"{tmp_path / 'mqa.training'}: is of another run ({named}")
+    assert line.count(" was ") == 1
+    assert contents(tmp_path / "mqa.training") == before and not (tmp_path / "mqa").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", b""),
+        ("run.json", b'{"num_st'),
+        ("run.json", b"5"),
+        ("run.json", b"\xff"),
+        ("run.json", None),
+        ("loss.csv", b"step,loss\n1"),
+        ("loss.csv", b"step,loss\n2,3.0\n"),
+        ("loss.csv", b"\xff\xfe"),
+        ("loss.csv", b""),
+        ("loss.csv", None),
+        ("state.npz", b"PK"),
+    ],
+)
+def test_a_damaged_file_of_a_training_is_one_line_that_names_it(
+    tmp_path, capsys, model, trained, name, content
+):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "mqa.training" / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    text = tmp_path / "text.txt"
+    line = refusal(
+        capsys, uptrain.main, uptrain_argv(model, str(text), tmp_path / "mqa", "--steps", "1")
+    )
+    assert line.startswith(f"{file}: ")
+
+
+def test_a_training_that_was_killed_before_its_state_was_written_goes_on(
+    tmp_path, capsys, model, trained
+):
+    """Losses are written before the state, so they may be ahead of it, and then come again."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    curve = tmp_path / "mqa.training" / "loss.csv"
+    before = curve.read_text()
+    curve.write_text(before + "2,9.0\n3,9")
+    argv = uptrain_argv(model, str(tmp_path / "text.txt"), tmp_path / "mqa", "--steps", "1")
+    assert console.run(uptrain.main, argv) == 0
+    assert "1 steps" in capsys.readouterr().out
 
 
 @pytest.mark.slow
