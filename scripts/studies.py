@@ -22,13 +22,13 @@ from models.errors import ModelError
 RUN = "run.json"
 
 
-def claim(folder: Path, run: Mapping[str, Any], results: str) -> None:
+def claim(folder: Path, run: Mapping[str, Any], *results: str) -> None:
     """Makes a folder that of a run, or sees that it is.
 
     Args:
       folder: it is made where there is none.
       run: all that the results are a function of, in JSON's types.
-      results: a pattern of what the run writes there.
+      results: patterns of what the run goes on from.
 
     Raises:
       ModelError: the folder is of another run, or has results of nobody knows which.
@@ -37,7 +37,7 @@ def claim(folder: Path, run: Mapping[str, Any], results: str) -> None:
     file = folder / RUN
     elsewhere = "remove the folder, or name another"
     if not file.exists():
-        if any(folder.glob(results)):
+        if any(path for pattern in results for path in folder.glob(pattern)):
             raise ModelError(f"{file}: is missing, and there are results; {elsewhere}")
         write_whole(file, json.dumps(run, indent=1) + "\n")
         return

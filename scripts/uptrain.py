@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         run = asdict(config) | {"kv_heads": args.kv_heads, "init": args.init}
         run |= {"model": args.model, "dtype": args.dtype}
         run |= {"weights": studies.model_sum(loaded.model), "text": studies.text_sum(tokens)}
-        studies.claim(folder, run, results="state.npz")
+        studies.claim(folder, run, "state.npz")
         train(trainer, folder)
     sizes = dict(batch=args.batch, length=args.length)
     original, before, after = (

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from models.errors import ModelError
 from models.loading import load_model
 from scripts import console, decode, heads, tradeoff, uptrain
 from tests.models.tiny_checkpoint import random_weights, write_gguf
@@ -286,6 +288,80 @@ def test_a_training_that_was_killed_before_its_state_was_written_goes_on(
     argv = uptrain_argv(model, str(tmp_path / "text.txt"), tmp_path / "mqa", "--steps", "1")
     assert console.run(uptrain.main, argv) == 0
     assert "1 steps" in capsys.readouterr().out
+
+
+CELLS = [(0, 4, "none"), (0, 2, "mean"), (0, 1, "mean")]
+
+
+def heads_row(seed: int, kv_heads: int, init: str, share: float) -> dict:
+    row = {"seed": seed, "kv_heads": kv_heads, "init": init, "share": share}
+    return row | {"bits_per_byte": 5.0 - share}
+
+
+def heads_argv(folder: Path, *options: str) -> list[str]:
+    argv = ["--text", str(folder / "text.txt"), "--out", str(folder / "out"), "--size", "ci"]
+    return [*argv, "--seeds", "1", "--init", "mean", *options]
+
+
+@pytest.fixture(scope="module")
+def done_heads(tmp_path_factory) -> Path:
+    """A folder of a text and a study of heads that is done."""
+    folder = tmp_path_factory.mktemp("heads")
+    (folder / "text.txt").write_bytes(b"a rose is a rose is a rose, " * 400)
+    assert console.run(heads.main, heads_argv(folder)) == 0
+    return folder
+
+
+@pytest.mark.slow
+def test_a_study_of_heads_goes_on_with_its_own_text_and_size_alone(
+    tmp_path, capsys, monkeypatch, done_heads
+):
+    shutil.copytree(done_heads, tmp_path, dirs_exist_ok=True)
+    argv, out = heads_argv(tmp_path), tmp_path / "out"
+    before = contents(out)
+    twice = [*argv, "--init", "mean", "mean"]
+    assert console.run(heads.main, twice) == 0
+    assert capsys.readouterr().out.count("| mean |") == 2
+    after = contents(out)
+    assert after["rows.jsonl"] == before["rows.jsonl"] and after["rows.csv"] == before["rows.csv"]
+    small = replace(heads.SIZES["ci"], held_out=1_024)
+    monkeypatch.setitem(heads.SIZES, "small", small)
+    line = refusal(capsys, heads.main, [*argv, "--size", "small"])
+    assert line.startswith(f"{out}: is of another run (held_out was 2048, is 1024)")
+    (tmp_path / "text.txt").write_bytes(b"a rose is a rose is a nose, " * 400)
+    line = refusal(capsys, heads.main, argv)
+    assert line.startswith(f"{out}: is of another run (text was sha256:")
+    (out / "run.json").unlink()
+    (out / "rows.jsonl").unlink()  # its first training would be gone on with
+    assert refusal(capsys, heads.main, argv).startswith(f"{out / 'run.json'}: is missing")
+    assert contents(out) == {k: v for k, v in after.items() if k not in ("run.json", "rows.jsonl")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_line_that_was_cut_spoils_no_other_one(tmp_path, capsys, done_heads, cut):
+    shutil.copytree(done_heads, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "out" / "rows.jsonl"
+    before = file.read_bytes()
+    file.write_bytes(before[:-cut])
+    assert console.run(heads.main, heads_argv(tmp_path)) == 0
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "line", [b"5", b'{"a": 1}', b"\xff\xfe", b"[]", b"null", b'{"seed": 0', b""]
+)
+def test_a_line_that_is_no_row_is_named_in_one_line(tmp_path, line):
+    rows = [heads_row(*cell, share) for cell in CELLS for share in heads.SHARES]
+    lines = [json.dumps(row).encode() for row in rows]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join([*lines, b""]))
+    read = heads.read_rows(file)
+    assert list(read) == CELLS and [row for cell in read.values() for row in cell] == rows
+    file.write_bytes(b"\n".join([*lines[:3], line, *lines[3:], b""]))
+    with pytest.raises(ModelError, match="line 4 is no row") as error:
+        heads.read_rows(file)
+    assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
 
 
 @pytest.mark.slow
