@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     if len(data) < 2 * size.held_out:
         raise ModelError(f"{len(data)} bytes of text; {2 * size.held_out} at least are needed")
     console.enable_compilation_cache()
-    run = asdict(size) | {"text": studies.text_sum(data)}
+    run = asdict(size) | {"text_sha256": studies.text_sum(data)}
     studies.claim(args.out, run, "rows.jsonl", "base-*.npz")
     file = args.out / "rows.jsonl"
     done = read_rows(file)

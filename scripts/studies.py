@@ -56,13 +56,21 @@ def claim(folder: Path, run: Mapping[str, Any], *results: str) -> None:
 
 def text_sum(tokens: Iterable[int]) -> str:
     """A sum of a text as a model sees it."""
-    return _sum([np.fromiter(tokens, np.int32).tobytes()])
+    return sum_of(np.fromiter(tokens, np.int32).tobytes())
 
 
 def model_sum(model: FlaxDecodeModel) -> str:
     """A sum of what a model computes: of its config and its parameters."""
     config = json.dumps(config_to_json(model.config), sort_keys=True)
-    return _sum([config.encode(), *map(_bytes, model.params)])
+    return sum_of(config.encode(), *map(_bytes, model.params))
+
+
+def sum_of(*parts: bytes) -> str:
+    """The first digits of the SHA-256 of some bytes."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -74,10 +82,3 @@ def write_whole(path: Path, text: str) -> None:
 
 def _bytes(x: jax.Array) -> bytes:
     return f"{x.dtype}{x.shape}".encode() + np.asarray(x).tobytes()
-
-
-def _sum(parts: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return f"sha256:{found.hexdigest()[:16]}"

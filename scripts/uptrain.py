@@ -90,7 +90,8 @@ def main(argv: list[str]) -> int:
         folder = args.out.with_name(args.out.name + ".training")
         run = asdict(config) | {"kv_heads": args.kv_heads, "init": args.init}
         run |= {"model": args.model, "dtype": args.dtype}
-        run |= {"weights": studies.model_sum(loaded.model), "text": studies.text_sum(tokens)}
+        run |= {"weights_sha256": studies.model_sum(loaded.model)}
+        run |= {"text_sha256": studies.text_sum(tokens)}
         studies.claim(folder, run, "state.npz")
         train(trainer, folder)
     sizes = dict(batch=args.batch, length=args.length)

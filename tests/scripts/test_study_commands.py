@@ -81,6 +81,124 @@ def test_a_study_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
     assert sum('"date": "1' in file.read_text() for file in marked.values()) == len(marked) - 1
 
 
+@pytest.fixture(scope="module")
+def study(tmp_path_factory, model) -> Path:
+    """A folder with a model, a text, and a study of two rows."""
+    folder = tmp_path_factory.mktemp("study")
+    shutil.copy(model, folder / "model.gguf")
+    (folder / "text.txt").write_text("the tea and the cat in the hat " * 60, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert console.run(tradeoff.main, study_argv(folder)) == 0
+    return folder
+
+
+def study_argv(folder: Path, *options: str) -> list[str]:
+    axes = ["--formats", "f32", *options]
+    return tradeoff_argv("model.gguf", "text.txt", folder / "out", *axes)
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch, study) -> Path:
+    """A copy of `study`, whose model and text are named from where they are."""
+    shutil.copytree(study, tmp_path, dirs_exist_ok=True, copy_function=shutil.copy2)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--tokens", "10"], "tokens was 12, is 10"),
+        (["--context", "20"], "context was 24, is 20"),
+        (["--skip", "3"], "skip was 2, is 3"),
+        (["--lengths", "100"], "lengths was [512], is [100]"),
+        (["--samples", "1"], "samples was 2, is 1"),
+        (["--seed", "1"], "seed was 42, is 1"),
+        (["--heads", "1", "2"], "beside was 2, is 1"),
+        ("text", "text_sha256 was "),
+        ("model", "weights_sha256 was "),
+    ],
+)
+def test_a_folder_of_one_study_takes_no_row_of_another(copied, capsys, change, named):
+    if change == "text":
+        (copied / "text.txt").write_text("the tea and the hat in the cat " * 60)
+    elif change == "model":
+        weights = random_weights()
+        weights[next(name for name in weights if "mlp" in name)][0, 0] += 1
+        write_gguf(copied / "model.gguf", weights)
+    before = contents(copied / "out")
+    line = refusal(
+        capsys, tradeoff.main, study_argv(copied, *(change if "--" in change[0] else []))
+    )
+    assert line.startswith(f"{copied / 'out'}: is of another run ({named}")
+    assert line.count(" was ") == 1 and contents(copied / "out") == before
+
+
+def test_rows_that_are_done_are_not_measured_again_however_a_budget_is_written(copied):
+    def rows() -> dict[Path, int]:
+        return {file: file.stat().st_mtime_ns for file in copied.glob("out/*/metrics.json")}
+
+    before = rows()
+    assert len(before) == 2
+    assert console.run(tradeoff.main, study_argv(copied, "--budgets", "50%", "0.5", "0.50")) == 0
+    assert rows() == before
+
+
+@pytest.mark.parametrize("content", ["5", "{}", "config", "another", "no figure", "run"])
+def test_a_file_that_is_no_row_is_one_line_that_names_it(copied, capsys, content):
+    (file,) = copied.glob("out/*knorm*/metrics.json")
+    row = json.loads(file.read_text())
+    if content == "run":
+        file = copied / "out" / "run.json"
+        file.write_text('{"model": ')
+    else:
+        found = {
+            "5": 5,
+            "{}": {},
+            "config": {"config": row["config"]},
+            "another": row | {"config": row["config"] | {"budget": "0.25"}},
+            "no figure": row | {"kl_p99": "high"},
+        }[content]
+        file.write_text(json.dumps(found))
+    assert refusal(capsys, tradeoff.main, study_argv(copied)).startswith(f"{file}: is ")
+
+
+def test_each_row_has_a_folder_of_its_own(tmp_path, model):
+    """By everything that tells rows apart: models of one name, budgets that round alike."""
+    for name, change in (("a", 1), ("b", 2), ("c", 2)):
+        weights = random_weights()
+        weights[next(name for name in weights if "mlp" in name)][0, 0] += change
+        (tmp_path / name).mkdir()
+        write_gguf(tmp_path / name / "mqa.gguf", weights)
+    models = [str(tmp_path / name / "mqa.gguf") for name in "abc"]
+    axes = ["--heads", "1", "2", *models, "--formats", "int8", "int8,0=f32", "int8,1=f32"]
+    budgets = ["0.5", "12", "50%", "0.25", "0.252", "1", "1.0", "100%", "0.500000001", "00.5"]
+    argv = tradeoff_argv(model, "text.txt", tmp_path / "out", *axes, "--budgets", *budgets)
+    args = tradeoff.parse([*argv, "--methods", "none", "knorm", "snapkv", "knorm"])
+    rows = tradeoff.setups(args, tradeoff.models_of(args, load_model(model)))
+    different = 7  # budgets: 0.5 is 50% and 00.5, 1.0 is 100%
+    assert len(rows) == 1 + 5 * 3 * (1 + 2 * different)
+    folders = {row.folder(model, 24) for row in rows}
+    assert len(folders) == len(rows) and not any("/" in folder for folder in folders)
+    write_gguf(tmp_path / "a" / "mqa.gguf")
+    again = tradeoff.setups(args, tradeoff.models_of(args, load_model(model)))
+    changed = {row.folder(model, 24) for row in again} - folders
+    assert len(changed) == len(rows) // 5
+
+
+@pytest.mark.parametrize("name", tradeoff.QUICK)
+def test_a_quick_study_keeps_what_is_given(name):
+    """Also where it is the value that a whole study would have."""
+    whole = tradeoff.parse(["--text", "t", "--out", "o"])
+    quick = tradeoff.parse(["--text", "t", "--out", "o", "--quick"])
+    default = getattr(whole, name)
+    assert getattr(quick, name) == tradeoff.QUICK[name] != default
+    values = map(str, default if isinstance(default, list) else [default])
+    given = tradeoff.parse(["--text", "t", "--out", "o", "--quick", f"--{name}", *values])
+    assert vars(given) == vars(quick) | {name: default}
+
+
 @pytest.mark.slow
 def test_a_study_that_is_killed_goes_on_to_the_results_of_one_that_is_not(tmp_path, model, text):
     """By SIGKILL in the middle of its rows, with a row's file torn on top of it."""
@@ -124,7 +242,7 @@ def test_a_study_that_is_killed_goes_on_to_the_results_of_one_that_is_not(tmp_pa
 @pytest.mark.slow
 def test_a_study_of_tasks_has_answers_and_times(tmp_path, model, text):
     out = tmp_path / "study"
-    argv = tradeoff_argv(model, text, out, "--tasks", "niah_single", "--lengths", "200")
+    argv = tradeoff_argv(model, text, out, "--tasks", "niah_single", "--lengths", "140")
     code = console.run(tradeoff.main, [*argv, "--samples", "1"])
     assert code == 0
     rows = json.loads((out / "results.json").read_text())
@@ -211,8 +329,8 @@ def trained(tmp_path_factory, model) -> Path:
     [
         (["--seed", "3"], "seed was 0, is 3"),
         (["--init", "first"], "init was mean, is first"),
-        ("text", "text was sha256:"),
-        ("model", "weights was sha256:"),
+        ("text", "text_sha256 was "),
+        ("model", "weights_sha256 was "),
     ],
 )
 def test_a_training_goes_on_by_its_own_model_text_and_options_alone(
@@ -330,7 +448,7 @@ def test_a_study_of_heads_goes_on_with_its_own_text_and_size_alone(
     assert line.startswith(f"{out}: is of another run (held_out was 2048, is 1024)")
     (tmp_path / "text.txt").write_bytes(b"a rose is a rose is a nose, " * 400)
     line = refusal(capsys, heads.main, argv)
-    assert line.startswith(f"{out}: is of another run (text was sha256:")
+    assert line.startswith(f"{out}: is of another run (text_sha256 was ")
     (out / "run.json").unlink()
     (out / "rows.jsonl").unlink()  # its first training would be gone on with
     assert refusal(capsys, heads.main, argv).startswith(f"{out / 'run.json'}: is missing")
@@ -389,6 +507,20 @@ def test_a_study_of_heads_goes_on_where_it_stopped(tmp_path, capsys):
         (tradeoff.main, ["--budgets", "1.5"], "budget '1.5'"),
         (tradeoff.main, ["--context", "9999"], "has too few tokens"),
         (tradeoff.main, ["--tasks", "qa"], "no 'qa'; there are niah_single"),
+        (tradeoff.main, ["--heads", "0"], "0 KV heads do not divide the model's 2"),
+        (tradeoff.main, ["--heads", "2", "7"], "7 KV heads do not divide the model's 2"),
+        (tradeoff.main, ["--heads", "2", "no-such-model"], "'no-such-model' is no model"),
+        (tradeoff.main, ["--formats", "f32", "int9"], "--formats int9: "),
+        (
+            tradeoff.main,
+            ["--context", "250"],
+            "--context 250 and --tokens 12: 262 tokens; the model takes 256",
+        ),
+        (tradeoff.main, ["--tasks", "vt", "--lengths", "16"], "--lengths 16: vt does not fit into"),
+        (tradeoff.main, ["--tasks", "vt", "--lengths", "9000"], "--lengths 9000: 9016 tokens"),
+        (tradeoff.main, ["--tasks", "vt", "--lengths", "240"], "--lengths 240: vt has"),
+        (tradeoff.main, ["--text", os.devnull], f"{os.devnull}: is empty"),
+        (uptrain.main, ["--text", os.devnull], f"{os.devnull}: is empty"),
         (uptrain.main, ["--kv-heads", "3"], "3 KV heads do not divide the model's 2"),
         (uptrain.main, ["--fraction", "2"], "--fraction and --distil must be 0 to 1"),
         (uptrain.main, ["--lr", "inf"], "--lr must be above 0, and a finite float32"),
