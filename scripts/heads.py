@@ -8,10 +8,10 @@ Its heads are then pooled into fewer, in each way, and each new model is trained
 rate; its loss on held-out text is taken after a share of the steps that the first training took.
 Beside them stands the first model, trained on as long. Everything is repeated for each seed.
 
-Rows go to rows.jsonl as they are made: a run that was stopped goes on by the same command, and one
-that is done by more seeds or ways; another text or size is refused. At the end rows.csv has what
-was asked for, summary.json the means and standard deviations over seeds, and loss.png and .svg the
-curves (with the extra `plot`).
+Rows go to rows.jsonl as they are made: a run that was stopped goes on by the same command, and a
+study grows by one with further seeds or ways. Another text or size in the same --out is refused. At
+the end rows.csv has the rows that were asked for, summary.json their means and standard deviations
+over seeds, and loss.png and .svg the curves (with the extra `plot`).
 """
 
 import argparse

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,16 @@ def claim(folder: Path, run: Mapping[str, Any], *results: str) -> None:
 
 def text_sum(tokens: Iterable[int]) -> str:
     """A sum of a text as a model sees it."""
-    return sum_of(np.fromiter(tokens, np.int32).tobytes())
+    return sum_of([np.fromiter(tokens, np.int32).tobytes()])
 
 
 def model_sum(model: FlaxDecodeModel) -> str:
     """A sum of what a model computes: of its config and its parameters."""
     config = json.dumps(config_to_json(model.config), sort_keys=True)
-    return sum_of(config.encode(), *map(_bytes, model.params))
+    return sum_of(chain([config.encode()], map(_bytes, model.params)))
 
 
-def sum_of(*parts: bytes) -> str:
+def sum_of(parts: Iterable[bytes]) -> str:
     """The first digits of the SHA-256 of some bytes."""
     found = hashlib.sha256()
     for part in parts:

@@ -205,7 +205,7 @@ def models_of(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, FlaxDe
 def setups(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel]) -> list[Setup]:
     """All rows: the full cache first, and each method with each budget."""
     sums = {
-        name: "" if name.isdecimal() else sum_of(name.encode(), model_sum(model).encode())
+        name: "" if name.isdecimal() else sum_of([name.encode(), model_sum(model).encode()])
         for name, model in models.items()
     }
     rows = [
