@@ -1,11 +1,13 @@
 """Training a decoder on text: next-token loss, optionally distilled from another decoder.
 
 A run is a function of its model, tokens and config alone: batch i is drawn by seed and i, so that a
-run that was stopped and goes on from its last checkpoint ends with the same bits. Not here: several
+run that was stopped and goes on from its last state ends with the same bits. Not here: several
 devices, data that does not fit into memory.
 """
 
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 from models.decode_model import FlaxDecodeModel, Params
 from models.dense import dense_logits
@@ -54,6 +55,7 @@ class Trainer:
     """A run: parameters, optimizer state, and how many steps are done.
 
     Attributes:
+      config: how the run is done.
       step: updates so far.
       losses: of the updates since this object was made, nats a token.
     """
@@ -81,7 +83,7 @@ class Trainer:
             raise ModelError(f"a text of {len(tokens)} tokens; {config.length + 1} at least")
         if (teacher is None) != (config.distil == 0):
             raise ModelError("distilling needs a teacher and a part of the loss above 0")
-        self._model, self._tokens, self._config = model, tokens, config
+        self._model, self._tokens, self.config = model, tokens, config
         self._teacher_params = () if teacher is None else teacher.params
         optimizer = _optimizer(config)
         # A copy: the updates are in place.
@@ -121,46 +123,62 @@ class Trainer:
         return FlaxDecodeModel(model.config, model.graphdef, model.paths, params)
 
     def run(self, until: int | None = None, on_step: OnStep = lambda step, loss: None) -> None:
-        """Runs up to step `until`; None runs to the end. `on_step` gets each step and its loss."""
-        end = self._config.num_steps if until is None else min(until, self._config.num_steps)
-        while self.step < end:
-            batch = draw_batch(self._tokens, self._config, self.step)
-            self._state, loss = self._update(self._state, self._teacher_params, batch)
-            self.step += 1
-            self.losses.append(float(loss))
-            on_step(self.step, self.losses[-1])
-
-    def save(self, folder: Path) -> None:
-        """Writes a checkpoint that `restore` goes on from, and keeps the last two."""
-        with _manager(folder) as manager:
-            manager.save(self.step, args=ocp.args.StandardSave(self._leaves()))
-
-    def restore(self, folder: Path) -> bool:
-        """Goes on from the last checkpoint in a folder, if there is one.
+        """Runs up to step `until`; None runs to the end. `on_step` gets each step and its loss.
 
         Raises:
-          ModelError: it is of another model or run.
+          ModelError: a loss is not finite; nothing that follows from it would be.
         """
-        if not folder.is_dir():
+        end = self.config.num_steps if until is None else min(until, self.config.num_steps)
+        while self.step < end:
+            batch = draw_batch(self._tokens, self.config, self.step)
+            self._state, loss = self._update(self._state, self._teacher_params, batch)
+            self.step += 1
+            value = float(loss)
+            if not math.isfinite(value):
+                raise ModelError(
+                    f"the loss of step {self.step} is {value}; a lower learning rate may help"
+                )
+            self.losses.append(value)
+            on_step(self.step, value)
+
+    def save(self, path: Path) -> None:
+        """Writes the state of the run to a file, which `restore` goes on from, in place of the last
+        one; it is written whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(path.name + ".new")
+        with new.open("wb") as file:
+            leaves = map(np.asarray, jax.tree.leaves(self._state))
+            np.savez(file, np.int64(self.step), *leaves)
+        os.replace(new, path)
+
+    def restore(self, path: Path) -> bool:
+        """Goes on from what `save` wrote, if there is such a file.
+
+        Raises:
+          ModelError: it is damaged, or of another model or run.
+        """
+        own, treedef = jax.tree.flatten(self._state)
+        try:
+            with path.open("rb") as file, np.load(file) as archive:  # a zip's sums are checked
+                first, *found = archive.values()
+            step = int(first)
+        except FileNotFoundError:
             return False
-        with _manager(folder) as manager:
-            step = manager.latest_step()
-            if step is None:
-                return False
-            try:
-                leaves = manager.restore(step, args=ocp.args.StandardRestore(self._leaves()))
-            except Exception as error:  # Orbax raises whatever the storage below it does
-                reason = (str(error) or type(error).__name__).partition("\n")[0]
-                raise ModelError(f"{folder}: is no state of this run ({reason:.200})") from error
-        if step > self._config.num_steps:
-            raise ModelError(f"{folder}: is at step {step}, the run has {self._config.num_steps}")
-        treedef = jax.tree.structure(self._state)
-        self._state = jax.tree.unflatten(treedef, [leaves[name] for name in sorted(leaves)])
+        except Exception as error:  # NumPy raises whatever the archive's damage brings about
+            raise ModelError(f"{path}: is damaged; without it the run begins anew") from error
+        if _shapes(found) != _shapes(own):
+            raise ModelError(f"{path}: is the state of another model; name another place")
+        if step > self.config.num_steps:
+            raise ModelError(f"{path}: is at step {step}, the run has {self.config.num_steps}")
+        # A view: NumPy's files know bfloat16 by its size alone.
+        leaves = [jnp.array(x.view(leaf.dtype)) for x, leaf in zip(found, own, strict=True)]
+        self._state = jax.tree.unflatten(treedef, leaves)
         self.step = step
         return True
 
-    def _leaves(self) -> dict[str, jax.Array]:
-        return {f"{i:05}": leaf for i, leaf in enumerate(jax.tree.leaves(self._state))}
+
+def _shapes(leaves: Sequence[np.ndarray | jax.Array]) -> list[tuple[int, ...]]:
+    return [(*leaf.shape, leaf.dtype.itemsize) for leaf in leaves]
 
 
 def draw_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> np.ndarray:
@@ -205,8 +223,3 @@ def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
         mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
     )
     return optax.chain(optax.clip_by_global_norm(1.0), decay)
-
-
-def _manager(folder: Path) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    return ocp.CheckpointManager(folder.absolute(), options=options)

@@ -8,16 +8,18 @@ Its heads are then pooled into fewer, in each way, and each new model is trained
 rate; its loss on held-out text is taken after a share of the steps that the first training took.
 Beside them stands the first model, trained on as long. Everything is repeated for each seed.
 
-Rows go to rows.jsonl as they are made: a run that was stopped goes on by the same command. At the
-end rows.csv has them all, summary.json the means and standard deviations over seeds, and loss.png
-and .svg the curves (with the extra `plot`).
+Rows go to rows.jsonl as they are made: a run that was stopped goes on by the same command, and a
+study grows by one with further seeds or ways. Another text or size in the same --out is refused. At
+the end rows.csv has the rows that were asked for, summary.json their means and standard deviations
+over seeds, and loss.png and .svg the curves (with the extra `plot`).
 """
 
 import argparse
 import csv
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -31,12 +33,15 @@ from models.errors import ModelError
 from models.kv_heads import POOLINGS, Pooling, with_kv_heads
 from models.training import TrainConfig, Trainer, mean_loss
 from models.weights import random_model
-from scripts import console
+from scripts import console, studies
 from scripts.line_plots import save_lines
 
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.10)
 NATS_TO_BITS = 1 / np.log(2)
 NOT_POOLED = "none"
+
+Row = dict[str, Any]
+Cell = tuple[int, int, str]  # seed, K, way of pooling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error("--seeds must be at least 1")
+    args.init = list(dict.fromkeys(args.init))
     return args
 
 
@@ -107,27 +113,29 @@ def main(argv: list[str]) -> int:
     data = data.astype(np.int32)
     if len(data) < 2 * size.held_out:
         raise ModelError(f"{len(data)} bytes of text; {2 * size.held_out} at least are needed")
-    args.out.mkdir(parents=True, exist_ok=True)
     console.enable_compilation_cache()
+    run = asdict(size) | {"text_sha256": studies.text_sum(data)}
+    studies.claim(args.out, run, "rows.jsonl", "base-*.npz")
     file = args.out / "rows.jsonl"
-    rows = read_rows(file)
-    done = {(row["seed"], row["kv_heads"], row["init"]) for row in rows}
+    done = read_rows(file)
     cells: list[tuple[int, Pooling | None]] = [(size.heads, None)]
     cells += [(K, init) for K in fewer(size.heads) for init in args.init]
     last = round(SHARES[-1] * size.steps)
     steps = args.seeds * (size.steps + len(cells) * last)
+    rows: list[Row] = []
     with console.progress(steps, unit="step", description="heads") as bar:
         for seed in range(args.seeds):
             base = trained_base(size, data[: -size.held_out], seed, args.out, bar)
             for K, init in cells:
-                if (seed, K, init or NOT_POOLED) in done:
+                cell = seed, K, init or NOT_POOLED
+                if cell in done:
                     bar.update(last)
-                    continue
-                new = base if init is None else with_kv_heads(base, K, init, seed=seed)
-                found = list(curve(new, size, data, seed, init or NOT_POOLED, bar))
-                with file.open("a", encoding="utf-8") as stream:
-                    stream.writelines(json.dumps(row) + "\n" for row in found)
-                rows += found
+                else:
+                    new = base if init is None else with_kv_heads(base, K, init, seed=seed)
+                    done[cell] = list(curve(new, size, data, seed, init or NOT_POOLED, bar))
+                    lines = (json.dumps(row) + "\n" for found in done.values() for row in found)
+                    studies.write_whole(file, "".join(lines))
+                rows += done[cell]
     write_results(args, rows, size)
     return 0
 
@@ -148,17 +156,17 @@ def trained_base(size: Size, data: np.ndarray, seed: int, out: Path, bar: Any) -
         seed=seed,
     )
     trainer = Trainer(random_model(size.model(), seed), data, config)
-    trainer.restore(out / f"base-{seed}")
+    trainer.restore(out / f"base-{seed}.npz")
     bar.update(trainer.step)
     while trainer.step < size.steps:
         trainer.run(trainer.step + max(1, size.steps // 4), lambda step, loss: bar.update())
-        trainer.save(out / f"base-{seed}")
+        trainer.save(out / f"base-{seed}.npz")
     return trainer.model
 
 
 def curve(
     model: FlaxDecodeModel, size: Size, data: np.ndarray, seed: int, init: str, bar: Any
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """A row for each share of the training."""
     last = round(SHARES[-1] * size.steps)
     config = TrainConfig(
@@ -183,19 +191,30 @@ def curve(
         }
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows so far, of cells that are complete; a line that was cut short is left out."""
-    rows = {}
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+def read_rows(path: Path) -> dict[Cell, list[Row]]:
+    """The rows so far, of cells that are complete; a last line that was cut short is left out.
+
+    Raises:
+      ModelError: a line is no row.
+    """
+    cells: dict[Cell, list[Row]] = {}
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
-            continue
-        rows.setdefault((row["seed"], row["kv_heads"], row["init"]), {})[row["share"]] = row
-    return [row for cell in rows.values() if len(cell) == len(SHARES) for row in cell.values()]
+            cell, share = (row["seed"], row["kv_heads"], row["init"]), row["share"]
+            sound = share in SHARES and math.isfinite(row["bits_per_byte"]) and len(row) == 5
+            cells.setdefault(cell, []).append(row)
+        except (ValueError, TypeError, KeyError):
+            sound = False
+        if not sound:
+            raise ModelError(f"{path}: line {number} is no row; remove it, or the folder")
+    return {
+        cell: rows for cell, rows in cells.items() if [row["share"] for row in rows] == [*SHARES]
+    }
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(rows: list[Row]) -> list[Row]:
     """Mean and standard deviation over seeds, and how much of what pooling lost is back.
 
     That is measured against the model with all heads that was trained on as long.
@@ -223,7 +242,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def write_results(args: argparse.Namespace, rows: list[dict[str, Any]], size: Size) -> None:
+def write_results(args: argparse.Namespace, rows: list[Row], size: Size) -> None:
     """Tables and curves."""
     with (args.out / "rows.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))

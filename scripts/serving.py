@@ -158,9 +158,12 @@ def read_text(path: Path) -> str:
     """A file's text.
 
     Raises:
-      ModelError: it is not UTF-8.
+      ModelError: it is empty, or not UTF-8.
     """
-    return _decoded(path.read_bytes(), str(path))
+    text = _decoded(path.read_bytes(), str(path))
+    if not text:
+        raise ModelError(f"{path}: is empty")
+    return text
 
 
 def prompt_lines(data: bytes, name: str) -> list[str]:

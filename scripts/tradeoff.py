@@ -18,43 +18,46 @@ A row is a model, a format, a method and a budget; all combinations of what is n
 --heads takes numbers of KV heads (pooled by their mean, not trained) and models, as `uptrain`
 writes them. A budget is what is kept, as everywhere; `ratio` in the results is what is removed.
 
-Results of a row go to a folder of its own as it is done, named and laid out as kvpress does it
-(config.yaml, predictions.csv, metrics.json): a run that was stopped goes on by the same command.
-Behind the last row come results.csv and .json, and, with the extra `plot`, plots and report.html.
+Results of a row go to a folder of its own as it is done, laid out as kvpress does it (config.yaml,
+predictions.csv, metrics.json): a run that was stopped goes on by the same command, and a study
+grows by one with further rows. Another model, text or size in the same --out is refused. Behind the
+last row come results.csv and .json, and, with the extra `plot`, plots and report.html, of the rows
+that were asked for.
 """
 
 import argparse
-import csv
-import json
 import math
-import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import cycle, islice, product
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
+
+import numpy as np
 
 from jaxkv.cache import choose_formats
 from jaxkv.compress import METHODS, WINDOWS, Budget, Compression
-from jaxkv.engine import Engine, EngineConfig, Request, RequestError
+from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
 from jaxkv.eval import Comparison, Reading, Setting, TextFunctions, read
 from jaxkv.eval.ruler import TASKS, Sample, make_sample
+from models.decode_model import FlaxDecodeModel
 from models.errors import ModelError
 from models.kv_heads import with_kv_heads
-from models.loading import LoadedModel
+from models.loading import LoadedModel, load_model
+from models.tokenizer import Tokenizer
 from scripts import console
 from scripts.serving import read_text
+from scripts.studies import claim, model_sum, sum_of, text_sum
 from scripts.tradeoff_report import table, write_report, write_results
+from scripts.tradeoff_rows import DEPTHS, measured, scores, write_row
 
 NONE = "none"
 MEMORY = 1 << 30
 STEPS = 16  # decode steps that are timed at a length
 ANSWER_TOKENS = 8  # for each text that an answer should have
-DEPTHS = (0.1, 0.5, 0.9)
 QUICK = dict(
     formats=["f32", "int8"],
     methods=[NONE, "knorm", "snapkv"],
@@ -73,12 +76,14 @@ class Setup:
       heads: number of KV heads, or a model, as it was asked for.
       kv_format, method: names; `none` drops no tokens.
       budget: of the method; None without one.
+      heads_sha256: of what `heads` names and its contents; empty where it is a number.
     """
 
     heads: str
     kv_format: str
     method: str
     budget: str | None
+    heads_sha256: str = ""
 
     def compression(self, num_tokens: int) -> Compression | None:
         """The method at a context of so many tokens; a window's part becomes a number of them.
@@ -105,10 +110,11 @@ class Setup:
         return 32 if self.kv_format.startswith("kivi") else 16
 
     def folder(self, model: str, num_tokens: int) -> str:
-        """Name of the row's folder."""
-        parts = ("ruler", str(num_tokens), Path(model).name, self.method)
-        parts += (f"{self.ratio(num_tokens):.2f}", self.kv_format, f"kv{Path(self.heads).name}")
-        return "__".join(parts).replace(",", "+").replace("=", "-")
+        """Name of the row's folder, which no other row of the study has."""
+        heads = f"kv{Path(self.heads).name}" + (self.heads_sha256 and f"-{self.heads_sha256}")
+        kept = self.budget or "all"
+        parts = ("ruler", str(num_tokens), Path(model).name, self.method, kept, self.kv_format)
+        return "__".join((*parts, heads)).replace(",", "+").replace("=", "-")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -153,52 +159,118 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--samples", type=int, default=2, metavar="N", help="a task, length and depth (default: 2)")
     add("--seed", type=int, default=42, help="of the tasks (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.quick:
-        for name, value in QUICK.items():
-            if getattr(args, name) == parser.get_default(name):
-                setattr(args, name, value)
+    if args.quick:  # other defaults: what is given stays
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
     for name, least in (("skip", 0), ("context", 8), ("tokens", 2), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}")
-    if min(args.lengths) < 64:
-        parser.error("--lengths must be at least 64")
+    if min(args.lengths) < 8:
+        parser.error("--lengths must be at least 8")
     for name, known in (("methods", (NONE, *METHODS)), ("tasks", tuple(TASKS))):
         for given in getattr(args, name):
             if given not in known:
                 parser.error(f"--{name}: no {given!r}; there are {', '.join(known)}")
+    try:
+        args.budgets = [canonical(budget) for budget in args.budgets]
+    except ValueError as error:
+        parser.error(f"--budgets: {error}")
+    for name in ("heads", "formats", "methods", "budgets", "tasks", "lengths"):
+        setattr(args, name, list(dict.fromkeys(getattr(args, name) or ())))
     return args
 
 
-def setups(args: argparse.Namespace, own_heads: int) -> list[Setup]:
+def canonical(budget: str) -> str:
+    """One text for all that say the same: `0.5` for `50%`.
+
+    Raises:
+      ValueError: it is no budget.
+    """
+    kept = Budget.parse(budget).kept
+    return str(kept) if isinstance(kept, int) else np.format_float_positional(float(kept), trim="0")
+
+
+def models_of(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, FlaxDecodeModel]:
+    """The models by what --heads calls them, in its order.
+
+    Raises:
+      ModelError: one is none, or cannot be compared with --model.
+    """
+    own = loaded.model
+    models = {}
+    for name in args.heads or [str(own.config.attention.num_kv_heads)]:
+        if name.isdecimal():
+            models[str(int(name))] = with_kv_heads(own, int(name))
+            continue
+        models[name] = load_model(name, console.DTYPES[args.dtype]).model
+        if models[name].vocab_size != own.vocab_size:
+            raise ModelError(f"--heads {name}: has another vocabulary than {loaded.name}")
+    return models
+
+
+def setups(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel]) -> list[Setup]:
     """All rows: the full cache first, and each method with each budget."""
-    heads = [str(h) for h in args.heads or [own_heads]]
+    sums = {
+        name: "" if name.isdecimal() else sum_of([name.encode(), model_sum(model).encode()])
+        for name, model in models.items()
+    }
     rows = [
-        Setup(own, kv_format, method, budget)
-        for own, kv_format, method in product(heads, args.formats, args.methods)
+        Setup(heads, kv_format, method, budget, sums[heads])
+        for heads, kv_format, method in product(models, args.formats, args.methods)
         for budget in (args.budgets if method != NONE else [None])
     ]
-    full = Setup(heads[0], "f32", NONE, None)
+    first = next(iter(models))
+    full = Setup(first, "f32", NONE, None, sums[first])
     return [full, *[row for row in rows if row != full]]
+
+
+def check(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel], most: int) -> None:
+    """Sees that all models know the formats, and that the text and the lengths have place.
+
+    Raises:
+      ModelError: it is not so.
+    """
+    for kv_format, model in product(args.formats, models.values()):
+        try:
+            choose_formats(kv_format, model.layers)
+        except ValueError as error:
+            raise ModelError(f"--formats {kv_format}: {error}") from None
+    sizes = {f"--context {args.context} and --tokens {args.tokens}": args.context + args.tokens}
+    if args.tasks:
+        sizes |= {f"--lengths {length}": length + STEPS for length in args.lengths}
+    for option, n in sizes.items():
+        if n > most:
+            raise ModelError(f"{option}: {n} tokens; the model takes {most} at most")
 
 
 def main(argv: list[str]) -> int:
     """Runs the study; returns its exit code."""
     args = parse(argv)
-    for budget in args.budgets:
-        try:
-            Budget.parse(budget)
-        except ValueError as error:
-            raise RequestError(str(error)) from None
     text = read_text(args.text)
     console.enable_compilation_cache()
     loaded = console.load_model(args)
-    tokens = loaded.require_tokenizer().encode(text)[args.skip :][: args.context + args.tokens]
+    tokenizer = loaded.require_tokenizer()
+    whole = tokenizer.encode(text)
+    tokens = whole[args.skip :][: args.context + args.tokens]
     if len(tokens) < args.context + args.tokens:
         raise ModelError(f"{args.text}: has too few tokens behind --skip {args.skip}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    rows = setups(args, loaded.model.config.attention.num_kv_heads)
+    models = models_of(args, loaded)
+    most = min(model.max_positions for model in models.values())
+    check(args, models, most)
+    asked = list(questions(args, tokenizer, most))
+    rows = setups(args, models)
+    run = {
+        "model": loaded.name,
+        "dtype": args.dtype,
+        "weights_sha256": model_sum(loaded.model),
+        "text_sha256": text_sum(whole),
+        "beside": f"{rows[0].heads} {rows[0].heads_sha256}".rstrip(),
+    }
+    for name in ("skip", "context", "tokens", "tasks", "lengths", "samples", "seed"):
+        run[name] = getattr(args, name)
     command = shlex.join(["python", "scripts", "tradeoff", *argv])
-    study = Study(args, loaded, tokens, first=rows[0], command=command)
+    study = Study(args, loaded, models, tokens, asked, first=rows[0], run=run, command=command)
+    claim(args.out, run, "*/metrics.json")
     with console.progress(len(rows), unit="row", description="tradeoff") as bar:
         results = []
         for setup in rows:
@@ -212,23 +284,76 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Question:
+    """A sample of a task, as tokens.
+
+    Attributes:
+      sample: the task's.
+      length: most tokens of the context.
+      seed: of the sample.
+      context: tokens that may lose some.
+      question: the tokens behind them.
+    """
+
+    sample: Sample
+    length: int
+    seed: int
+    context: list[int]
+    question: list[int]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of an answer at most."""
+        return ANSWER_TOKENS * len(self.sample.answers)
+
+
+def questions(args: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Iterator[Question]:
+    """The questions of all tasks, lengths, depths and seeds, in models of `most` positions.
+
+    Raises:
+      ModelError: a length is too short for a task, or too long for the models.
+    """
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    for length, task, depth, i in product(args.lengths, args.tasks, DEPTHS, range(args.samples)):
+        try:
+            sample = make_sample(task, length, depth, args.seed + i, count)
+        except ValueError as error:
+            raise ModelError(f"--lengths {length}: {error}") from None
+        context = tokenizer.encode(sample.context)
+        question = tokenizer.encode(sample.question, add_special_tokens=False)
+        found = Question(sample, length, args.seed + i, context, question)
+        n = len(context) + len(question) + found.max_new_tokens
+        if n > most:
+            raise ModelError(
+                f"--lengths {length}: {task} has {n} tokens; the model takes {most} at most"
+            )
+        yield found
+
+
 class Study:
-    """What all rows share: the model, the text, and the full cache's reading of it."""
+    """What all rows share: the models, the text, and the full cache's reading of it."""
 
     def __init__(
         self,
         args: argparse.Namespace,
         loaded: LoadedModel,
+        models: Mapping[str, FlaxDecodeModel],
         tokens: list[int],
+        asked: Sequence[Question],
         *,
         first: Setup,
+        run: dict[str, Any],
         command: str,
     ):
-        """Takes a text of a context and the tokens behind it, and the row of the full cache."""
+        """Takes a text of a context and the tokens behind it, the questions of the tasks, the row
+        of the full cache, and what all results are a function of."""
         self.args, self.loaded, self.tokens, self.command = args, loaded, tokens, command
-        self._first = first
+        self._models, self._asked, self._first, self._run = models, asked, first, run
         self._tokenizer = loaded.require_tokenizer()
-        self._models = {str(loaded.model.config.attention.num_kv_heads): loaded.model}
         # Compiled, by model:
         self._functions: dict[str, TextFunctions] = {}
         self._comparisons: dict[str, Comparison] = {}
@@ -238,19 +363,13 @@ class Study:
         self._num_bytes = len(behind.encode())
 
     def row(self, setup: Setup) -> dict[str, Any]:
-        """The results of a row: what its folder has, or measured now."""
+        """The results of a row: what its folder has, or measured now.
+
+        Raises:
+          ModelError: the row of the full cache cannot be measured, or a row's file is no row.
+        """
         folder = self.args.out / setup.folder(self.loaded.name, self.args.context)
-        config = asdict(setup) | {
-            "model": self.loaded.name,
-            "context": self.args.context,
-            "tokens": self.args.tokens,
-            "skip": self.args.skip,
-            "text": str(self.args.text),
-            "tasks": self.args.tasks,
-            "lengths": self.args.lengths,
-            "samples": self.args.samples,
-            "seed": self.args.seed,
-        }
+        config = asdict(setup) | self._run
         found = measured(folder / "metrics.json", config)
         if found is not None:
             return found
@@ -263,20 +382,11 @@ class Study:
                 predictions, cost = self._serve(setup)
                 metrics |= cost | {"tasks": scores(predictions)}
         except ValueError as error:  # formats and methods name the pairs that do not go together
+            if setup == self._first:
+                raise ModelError(str(error)) from None
             metrics["refused"] = str(error)
         write_row(folder, config, predictions, metrics)
         return metrics
-
-    def _model(self, heads: str) -> Any:
-        if heads not in self._models:
-            if heads.isdigit():
-                self._models[heads] = with_kv_heads(self.loaded.model, int(heads))
-            else:
-                from models.loading import load_model
-
-                dtype = console.DTYPES[self.args.dtype]
-                self._models[heads] = load_model(heads, dtype).model
-        return self._models[heads]
 
     def _text(self, setup: Setup) -> dict[str, Any]:
         """Distances on the text, and bytes."""
@@ -285,7 +395,7 @@ class Study:
         if self._full is None:  # not by this row where the run goes on from an earlier one
             self._full = own if setup == self._first else self._reading(self._first)
         if setup.heads not in self._comparisons:
-            models = self._model(setup.heads), self._model(self._first.heads)
+            models = self._models[setup.heads], self._models[self._first.heads]
             self._comparisons[setup.heads] = Comparison(*models)
         targets = self.tokens[context + 1 :]
         quality = self._comparisons[setup.heads](own, self._full, targets)
@@ -297,7 +407,7 @@ class Study:
         return found | {"bytes_per_token": a_token, "tokens_per_gib": int(MEMORY / a_token)}
 
     def _reading(self, setup: Setup) -> Reading:
-        context, model = self.args.context, self._model(setup.heads)
+        context, model = self.args.context, self._models[setup.heads]
         if setup.heads not in self._functions:
             self._functions[setup.heads] = TextFunctions(model)
         functions = self._functions[setup.heads]
@@ -308,29 +418,31 @@ class Study:
 
     def _serve(self, setup: Setup) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Answers to the tasks, and what steps take."""
-        predictions, cost = [], {}
+        predictions, cost, model = [], {}, self._models[setup.heads]
         for length in self.args.lengths:
             engine = Engine(
-                self._model(setup.heads),
+                model,
                 EngineConfig(
                     max_sequences=1,
                     token_budget=64,  # one shape of prefill: compiling takes most of a row's time
                     page_size=setup.page_size,
-                    max_length=min(2 * length + 256, self.loaded.model.max_positions),
+                    max_length=min(2 * length + 256, model.max_positions),
                     kv_format=setup.kv_format,
                     compression=setup.compression(length),
                 ),
                 steps=self._steps.get(setup.heads),
             )
             self._steps[setup.heads] = engine.steps
-            for sample, depth, seed in self._samples(length):
-                output = self._answer(engine, sample, setup)
+            for question in self._asked:
+                if question.length != length:
+                    continue
+                sample, output = question.sample, self._answer(engine, question, setup)
                 predictions.append(
                     {
                         "task": sample.task,
                         "length": length,
-                        "depth": depth,
-                        "seed": seed,
+                        "depth": sample.depth,
+                        "seed": question.seed,
                         "answer": "|".join(sample.answers),
                         "predicted_answer": output,
                         "score": sample.score(output),
@@ -339,25 +451,14 @@ class Study:
             cost = self._times(engine, length, setup)
         return predictions, cost
 
-    def _samples(self, length: int) -> Iterator[tuple[Sample, float, int]]:
-        def count(text: str) -> int:
-            return len(self._tokenizer.encode(text))
-
-        for task, depth, i in product(self.args.tasks, DEPTHS, range(self.args.samples)):
-            seed = self.args.seed + i
-            yield make_sample(task, length, depth, seed, count), depth, seed
-
-    def _answer(self, engine: Engine, sample: Sample, setup: Setup) -> str:
-        context = self._tokenizer.encode(sample.context)
-        question = self._tokenizer.encode(sample.question, add_special_tokens=False)
+    def _answer(self, engine: Engine, question: Question, setup: Setup) -> str:
         drops = setup.method not in (NONE, *WINDOWS)
         request = Request(
-            prompt=tuple(context + question),
-            max_new_tokens=ANSWER_TOKENS * len(sample.answers),
-            context=len(context) if drops else None,
+            prompt=tuple(question.context + question.question),
+            max_new_tokens=question.max_new_tokens,
+            context=len(question.context) if drops else None,
         )
-        (completion,) = engine.generate([request])
-        return self._tokenizer.decode(completion.tokens)
+        return self._tokenizer.decode(served(engine, request).tokens)
 
     def _times(self, engine: Engine, length: int, setup: Setup) -> dict[str, Any]:
         """Seconds of a prefill, and milliseconds of a decode step at a quarter and all of a length.
@@ -370,7 +471,7 @@ class Study:
             before = replace(engine.metrics)
             prompt = tuple(islice(cycle(self.tokens), n))
             salt = f"{n} tokens"  # nothing of it is cached
-            engine.generate([Request(prompt=prompt, max_new_tokens=STEPS, cache_salt=salt)])
+            served(engine, Request(prompt=prompt, max_new_tokens=STEPS, cache_salt=salt))
             after = engine.metrics
             seconds = after.prefill_seconds - before.prefill_seconds
             decoded = after.decode_tokens - before.decode_tokens
@@ -383,45 +484,13 @@ class Study:
         }
 
 
-def scores(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Mean and standard error of each task, in percent, in all and by depth."""
-    found = {}
-    for task in dict.fromkeys(row["task"] for row in predictions):
-        own = [100 * row["score"] for row in predictions if row["task"] == task]
-        depths = {
-            str(depth): mean(
-                100 * row["score"]
-                for row in predictions
-                if (row["task"], row["depth"]) == (task, depth)
-            )
-            for depth in DEPTHS
-        }
-        error = stdev(own) / math.sqrt(len(own)) if len(own) > 1 else 0.0
-        found[task] = {"string_match": mean(own), "stderr": error, "n": len(own), "depths": depths}
-    return found
+def served(engine: Engine, request: Request) -> Completion:
+    """Serves one request.
 
-
-def measured(file: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """A row's results by the same configuration; None where there are none, or they are torn."""
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) and found.get("config") == config else None
-
-
-def write_row(
-    folder: Path, config: dict[str, Any], predictions: list[dict[str, Any]], metrics: dict[str, Any]
-) -> None:
-    """Writes a row's folder; metrics.json comes last, and whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [f"{name}: {json.dumps(value)}" for name, value in config.items()]
-    (folder / "config.yaml").write_text("\n".join(lines) + "\n", "utf-8")
-    with (folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
-        if predictions:
-            writer = csv.DictWriter(file, fieldnames=list(predictions[0]))
-            writer.writeheader()
-            writer.writerows(predictions)
-    new = folder / "metrics.json.new"
-    new.write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
-    os.replace(new, folder / "metrics.json")
+    Raises:
+      RequestError: the engine could not.
+    """
+    (completion,) = engine.generate([request])
+    if completion.error is not None:
+        raise RequestError(completion.error)
+    return completion

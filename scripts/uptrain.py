@@ -9,13 +9,16 @@ the next token's loss, of which --distil is the distance from the original's dis
 The last tenth of the text is held out: its loss is printed before and after.
 
 The state of the run, its losses (loss.csv) and their curve are in OUT.training. A run that was
-stopped goes on from there by the same command, to the same bits.
+stopped goes on from there by the same command, to the same bits; a command of another model, text
+or options is refused, and so is a new one where OUT is done.
 """
 
 import argparse
 import csv
-import json
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +28,7 @@ from models.kv_heads import POOLINGS, with_kv_heads
 from models.loading import LoadedModel
 from models.orbax_checkpoint import check_target, save_checkpoint
 from models.training import TrainConfig, Trainer, mean_loss
-from scripts import console
+from scripts import console, studies
 from scripts.line_plots import save_lines
 from scripts.serving import read_text
 
@@ -56,8 +59,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if not 0 <= args.fraction <= 1 or not 0 <= args.distil <= 1:
         parser.error("--fraction and --distil must be 0 to 1")
-    if not args.lr > 0:
-        parser.error("--lr must be above 0")
+    if not 0 < args.lr <= float(np.finfo(np.float32).max):
+        parser.error("--lr must be above 0, and a finite float32")
     return args
 
 
@@ -84,11 +87,19 @@ def main(argv: list[str]) -> int:
     teacher = loaded.model if args.distil else None
     trainer = Trainer(start, tokens[:cut], config, teacher=teacher)
     if args.fraction > 0:
-        train(trainer, args, config)
+        folder = args.out.with_name(args.out.name + ".training")
+        run = asdict(config) | {"kv_heads": args.kv_heads, "init": args.init}
+        run |= {"model": args.model, "dtype": args.dtype}
+        run |= {"weights_sha256": studies.model_sum(loaded.model)}
+        run |= {"text_sha256": studies.text_sum(tokens)}
+        studies.claim(folder, run, "state.npz")
+        train(trainer, folder)
     sizes = dict(batch=args.batch, length=args.length)
     original, before, after = (
         mean_loss(model, tokens[cut:], **sizes) for model in (loaded.model, start, trainer.model)
     )
+    if not math.isfinite(after):
+        raise ModelError(f"the trained model's loss is {after}; a lower --lr may help")
     save_checkpoint(args.out, replace(loaded, model=trainer.model))
     report(loaded, args, trainer.step)
     print(f"held-out loss, nats a token: original {original:.4f}, pooled {before:.4f}, ", end="")
@@ -96,15 +107,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def train(trainer: Trainer, args: argparse.Namespace, config: TrainConfig) -> None:
-    """Runs the training, from its last state if there is one."""
-    folder = args.out.with_name(args.out.name + ".training")
-    folder.mkdir(parents=True, exist_ok=True)
-    check_run(folder / "run.json", args, config)
-    trainer.restore(folder / "state")
-    curve = folder / "loss.csv"
-    losses = [row for row in read_losses(curve) if row[0] <= trainer.step]
-    with console.progress(config.num_steps, unit="step", description="training") as bar:
+def train(trainer: Trainer, folder: Path) -> None:
+    """Runs the training, from the state in a folder if there is one."""
+    state, curve = folder / "state.npz", folder / "loss.csv"
+    losses = read_losses(curve, trainer.step) if trainer.restore(state) else []
+    num_steps = trainer.config.num_steps
+    with console.progress(num_steps, unit="step", description="training") as bar:
         bar.update(trainer.step)
 
         def on_step(step: int, loss: float) -> None:
@@ -112,40 +120,37 @@ def train(trainer: Trainer, args: argparse.Namespace, config: TrainConfig) -> No
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
 
-        while trainer.step < config.num_steps:
+        while trainer.step < num_steps:
             trainer.run(trainer.step + SAVE_EVERY, on_step)
-            trainer.save(folder / "state")
-            write_losses(curve, losses)
+            write_losses(curve, losses)  # before the state: those of a state are always there
+            trainer.save(state)
     points = [(float(step), loss, 0.0) for step, loss in losses]
-    save_lines(
-        folder / "loss", {"training": points}, labels=("step", "nats a token"), title=args.out.name
-    )
+    name = folder.name.removesuffix(".training")
+    save_lines(folder / "loss", {"training": points}, labels=("step", "nats a token"), title=name)
 
 
-def check_run(path: Path, args: argparse.Namespace, config: TrainConfig) -> None:
-    """Raises ModelError where a folder has the state of another run."""
-    own = asdict(config) | {"model": args.model, "kv_heads": args.kv_heads, "init": args.init}
-    own |= {"dtype": args.dtype, "text": [str(text) for text in args.text]}
-    if not path.exists():
-        path.write_text(json.dumps(own, indent=1) + "\n", "utf-8")
-    elif json.loads(path.read_text("utf-8")) != own:
-        raise ModelError(f"{path.parent}: has the state of another run; remove it, or name another")
+def read_losses(path: Path, num_steps: int) -> list[tuple[int, float]]:
+    """The first losses that `write_losses` wrote.
+
+    Raises:
+      ModelError: they are not all there.
+    """
+    try:
+        rows = csv.DictReader(path.read_text("utf-8").splitlines())
+        found = [(int(row["step"]), float(row["loss"])) for row in islice(rows, num_steps)]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        found = []
+    if [step for step, _ in found] != list(range(1, num_steps + 1)):
+        raise ModelError(
+            f"{path}: lacks losses of the {num_steps} steps that are done; remove the folder, and "
+            "the training begins anew"
+        )
+    return found
 
 
-def read_losses(path: Path) -> list[tuple[int, float]]:
-    """What `write_losses` wrote; nothing where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
-
-
-def write_losses(path: Path, losses: list[tuple[int, float]]) -> None:
+def write_losses(path: Path, losses: Iterable[tuple[int, float]]) -> None:
     """Writes the losses of all steps."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("step", "loss"))
-        writer.writerows(losses)
+    studies.write_whole(path, "step,loss\n" + "".join(f"{n},{loss!r}\n" for n, loss in losses))
 
 
 def report(loaded: LoadedModel, args: argparse.Namespace, steps: int) -> None:

@@ -1,7 +1,9 @@
 """Training: the forward pass it takes gradients of, and runs that go on where they stopped."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -42,11 +44,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     whole = Trainer(model(), TEXT, CONFIG)
     whole.run()
     first = Trainer(model(), TEXT, CONFIG)
-    assert not first.restore(tmp_path / "state")
+    assert not first.restore(tmp_path / "state.npz")
     first.run(5)
-    first.save(tmp_path / "state")
+    first.save(tmp_path / "state.npz")
     rest = Trainer(model(), TEXT, CONFIG)
-    assert rest.restore(tmp_path / "state") and rest.step == 5
+    assert rest.restore(tmp_path / "state.npz") and rest.step == 5
     rest.run()
     assert first.losses + rest.losses == whole.losses
     for one, other in zip(rest.model.params, whole.model.params, strict=True):
@@ -54,7 +56,58 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     assert whole.losses[-1] < 0.8 * whole.losses[0]
     assert abs(mean_loss(whole.model, TEXT, length=24) / whole.losses[-1] - 1) < 0.2
     with pytest.raises(ModelError, match="is at step 5, the run has 4"):
-        Trainer(model(), TEXT, replace(CONFIG, num_steps=4)).restore(tmp_path / "state")
+        Trainer(model(), TEXT, replace(CONFIG, num_steps=4)).restore(tmp_path / "state.npz")
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory) -> Path:
+    """Of a run of no steps, in bfloat16, of which NumPy's files know nothing."""
+    path = tmp_path_factory.mktemp("run") / "state.npz"
+    Trainer(bfloat16(model()), TEXT, CONFIG).save(path)
+    return path
+
+
+def bfloat16(model):
+    params = tuple(x.astype(jnp.bfloat16) for x in model.params)
+    return replace(model, params=params)
+
+
+def test_a_state_is_of_the_types_that_it_was_made_of(state):
+    trainer = Trainer(bfloat16(decode_model(Decoder(TINY, rngs=nnx.Rngs(1)))), TEXT, CONFIG)
+    assert trainer.restore(state)
+    for one, other in zip(trainer.model.params, bfloat16(model()).params, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ModelError, match=r"state\.npz: is the state of another model"):
+        Trainer(model(), TEXT, CONFIG).restore(state)
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "shorter", "a bit flipped", "something else"])
+def test_a_damaged_state_is_one_line_that_names_the_file(tmp_path, state, kind):
+    whole = state.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    damaged = {
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "shorter": whole[:-1],
+        "a bit flipped": bytes(flipped),
+        "something else": b"{}",
+    }[kind]
+    path = tmp_path / "state.npz"
+    path.write_bytes(damaged)
+    trainer = Trainer(bfloat16(model()), TEXT, CONFIG)
+    with pytest.raises(ModelError) as refusal:
+        trainer.restore(path)
+    assert str(refusal.value).startswith(f"{path}: is damaged")
+    assert "\n" not in str(refusal.value) and trainer.step == 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run():
+    trainer = Trainer(model(), TEXT, replace(CONFIG, learning_rate=1e30))
+    with pytest.raises(ModelError, match=r"the loss of step \d+ is (nan|inf); a lower"):
+        trainer.run()
+    assert np.isfinite(trainer.losses).all()
 
 
 def test_a_model_stays_as_it_was_while_a_copy_of_it_is_trained():

@@ -3,18 +3,21 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from models.errors import ModelError
 from models.loading import load_model
 from scripts import console, decode, heads, tradeoff, uptrain
-from tests.models.tiny_checkpoint import write_gguf
+from tests.models.tiny_checkpoint import random_weights, write_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +81,124 @@ def test_a_study_has_a_row_for_each_combination_and_goes_on_where_it_stopped(
     assert sum('"date": "1' in file.read_text() for file in marked.values()) == len(marked) - 1
 
 
+@pytest.fixture(scope="module")
+def study(tmp_path_factory, model) -> Path:
+    """A folder with a model, a text, and a study of two rows."""
+    folder = tmp_path_factory.mktemp("study")
+    shutil.copy(model, folder / "model.gguf")
+    (folder / "text.txt").write_text("the tea and the cat in the hat " * 60, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert console.run(tradeoff.main, study_argv(folder)) == 0
+    return folder
+
+
+def study_argv(folder: Path, *options: str) -> list[str]:
+    axes = ["--formats", "f32", *options]
+    return tradeoff_argv("model.gguf", "text.txt", folder / "out", *axes)
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch, study) -> Path:
+    """A copy of `study`, whose model and text are named from where they are."""
+    shutil.copytree(study, tmp_path, dirs_exist_ok=True, copy_function=shutil.copy2)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--tokens", "10"], "tokens was 12, is 10"),
+        (["--context", "20"], "context was 24, is 20"),
+        (["--skip", "3"], "skip was 2, is 3"),
+        (["--lengths", "100"], "lengths was [512], is [100]"),
+        (["--samples", "1"], "samples was 2, is 1"),
+        (["--seed", "1"], "seed was 42, is 1"),
+        (["--heads", "1", "2"], "beside was 2, is 1"),
+        ("text", "text_sha256 was "),
+        ("model", "weights_sha256 was "),
+    ],
+)
+def test_a_folder_of_one_study_takes_no_row_of_another(copied, capsys, change, named):
+    if change == "text":
+        (copied / "text.txt").write_text("the tea and the hat in the cat " * 60)
+    elif change == "model":
+        weights = random_weights()
+        weights[next(name for name in weights if "mlp" in name)][0, 0] += 1
+        write_gguf(copied / "model.gguf", weights)
+    before = contents(copied / "out")
+    line = refusal(
+        capsys, tradeoff.main, study_argv(copied, *(change if "--" in change[0] else []))
+    )
+    assert line.startswith(f"{copied / 'out'}: is of another run ({named}")
+    assert line.count(" was ") == 1 and contents(copied / "out") == before
+
+
+def test_rows_that_are_done_are_not_measured_again_however_a_budget_is_written(copied):
+    def rows() -> dict[Path, int]:
+        return {file: file.stat().st_mtime_ns for file in copied.glob("out/*/metrics.json")}
+
+    before = rows()
+    assert len(before) == 2
+    assert console.run(tradeoff.main, study_argv(copied, "--budgets", "50%", "0.5", "0.50")) == 0
+    assert rows() == before
+
+
+@pytest.mark.parametrize("content", ["5", "{}", "config", "another", "no figure", "run"])
+def test_a_file_that_is_no_row_is_one_line_that_names_it(copied, capsys, content):
+    (file,) = copied.glob("out/*knorm*/metrics.json")
+    row = json.loads(file.read_text())
+    if content == "run":
+        file = copied / "out" / "run.json"
+        file.write_text('{"model": ')
+    else:
+        found = {
+            "5": 5,
+            "{}": {},
+            "config": {"config": row["config"]},
+            "another": row | {"config": row["config"] | {"budget": "0.25"}},
+            "no figure": row | {"kl_p99": "high"},
+        }[content]
+        file.write_text(json.dumps(found))
+    assert refusal(capsys, tradeoff.main, study_argv(copied)).startswith(f"{file}: is ")
+
+
+def test_each_row_has_a_folder_of_its_own(tmp_path, model):
+    """By everything that tells rows apart: models of one name, budgets that round alike."""
+    for name, change in (("a", 1), ("b", 2), ("c", 2)):
+        weights = random_weights()
+        weights[next(name for name in weights if "mlp" in name)][0, 0] += change
+        (tmp_path / name).mkdir()
+        write_gguf(tmp_path / name / "mqa.gguf", weights)
+    models = [str(tmp_path / name / "mqa.gguf") for name in "abc"]
+    axes = ["--heads", "1", "2", *models, "--formats", "int8", "int8,0=f32", "int8,1=f32"]
+    budgets = ["0.5", "12", "50%", "0.25", "0.252", "1", "1.0", "100%", "0.500000001", "00.5"]
+    argv = tradeoff_argv(model, "text.txt", tmp_path / "out", *axes, "--budgets", *budgets)
+    args = tradeoff.parse([*argv, "--methods", "none", "knorm", "snapkv", "knorm"])
+    rows = tradeoff.setups(args, tradeoff.models_of(args, load_model(model)))
+    different = 7  # budgets: 0.5 is 50% and 00.5, 1.0 is 100%
+    assert len(rows) == 1 + 5 * 3 * (1 + 2 * different)
+    folders = {row.folder(model, 24) for row in rows}
+    assert len(folders) == len(rows) and not any("/" in folder for folder in folders)
+    write_gguf(tmp_path / "a" / "mqa.gguf")
+    again = tradeoff.setups(args, tradeoff.models_of(args, load_model(model)))
+    changed = {row.folder(model, 24) for row in again} - folders
+    assert len(changed) == len(rows) // 5
+
+
+@pytest.mark.parametrize("name", tradeoff.QUICK)
+def test_a_quick_study_keeps_what_is_given(name):
+    """Also where it is the value that a whole study would have."""
+    whole = tradeoff.parse(["--text", "t", "--out", "o"])
+    quick = tradeoff.parse(["--text", "t", "--out", "o", "--quick"])
+    default = getattr(whole, name)
+    assert getattr(quick, name) == tradeoff.QUICK[name] != default
+    values = map(str, default if isinstance(default, list) else [default])
+    given = tradeoff.parse(["--text", "t", "--out", "o", "--quick", f"--{name}", *values])
+    assert vars(given) == vars(quick) | {name: default}
+
+
 @pytest.mark.slow
 def test_a_study_that_is_killed_goes_on_to_the_results_of_one_that_is_not(tmp_path, model, text):
     """By SIGKILL in the middle of its rows, with a row's file torn on top of it."""
@@ -121,7 +242,7 @@ def test_a_study_that_is_killed_goes_on_to_the_results_of_one_that_is_not(tmp_pa
 @pytest.mark.slow
 def test_a_study_of_tasks_has_answers_and_times(tmp_path, model, text):
     out = tmp_path / "study"
-    argv = tradeoff_argv(model, text, out, "--tasks", "niah_single", "--lengths", "200")
+    argv = tradeoff_argv(model, text, out, "--tasks", "niah_single", "--lengths", "140")
     code = console.run(tradeoff.main, [*argv, "--samples", "1"])
     assert code == 0
     rows = json.loads((out / "results.json").read_text())
@@ -182,6 +303,185 @@ def test_a_model_with_fewer_heads_is_trained_written_and_read(tmp_path, capsys, 
         np.testing.assert_array_equal(one, other)
 
 
+def refusal(capsys, main, argv: list[str]) -> str:
+    """The one line that a command is refused with."""
+    capsys.readouterr()
+    assert console.run(main, argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, model) -> Path:
+    """A folder with a text and a training of one step, whose model is moved away."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the tea and the cat in the hat " * 60, "utf-8")
+    argv = uptrain_argv(model, str(folder / "text.txt"), folder / "mqa", "--steps", "1")
+    assert console.run(uptrain.main, argv) == 0
+    (folder / "mqa").rename(folder / "moved")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--seed", "3"], "seed was 0, is 3"),
+        (["--init", "first"], "init was mean, is first"),
+        ("text", "text_sha256 was "),
+        ("model", "weights_sha256 was "),
+    ],
+)
+def test_a_training_goes_on_by_its_own_model_text_and_options_alone(
+    tmp_path, capsys, model, trained, change, named
+):
+    """Contents, and not names of files: both stand at the paths where the first ones stood."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.gguf"
+    shutil.copy(model, path)
+    argv = uptrain_argv(str(path), str(tmp_path / "text.txt"), tmp_path / "mqa", "--steps", "1")
+    file = tmp_path / "mqa.training" / "run.json"
+    file.write_text(file.read_text().replace(model, str(path)))
+    if change == "text":
+        (tmp_path / "text.txt").write_text("the tea and the cat in the hat " * 59 + "the end")
+    elif change == "model":
+        weights = random_weights()
+        name = next(name for name in weights if "mlp" in name)
+        weights[name][0, 0] += 1
+        write_gguf(path, weights)
+    else:
+        argv += change
+    before = contents(tmp_path / "mqa.training")
+    line = refusal(capsys, uptrain.main, argv)
+    assert line.startswith(f"{tmp_path / 'mqa.training'}: is of another run ({named}")
+    assert line.count(" was ") == 1
+    assert contents(tmp_path / "mqa.training") == before and not (tmp_path / "mqa").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", b""),
+        ("run.json", b'{"num_st'),
+        ("run.json", b"5"),
+        ("run.json", b"\xff"),
+        ("run.json", None),
+        ("loss.csv", b"step,loss\n1"),
+        ("loss.csv", b"step,loss\n2,3.0\n"),
+        ("loss.csv", b"\xff\xfe"),
+        ("loss.csv", b""),
+        ("loss.csv", None),
+        ("state.npz", b"PK"),
+    ],
+)
+def test_a_damaged_file_of_a_training_is_one_line_that_names_it(
+    tmp_path, capsys, model, trained, name, content
+):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "mqa.training" / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    text = tmp_path / "text.txt"
+    line = refusal(
+        capsys, uptrain.main, uptrain_argv(model, str(text), tmp_path / "mqa", "--steps", "1")
+    )
+    assert line.startswith(f"{file}: ")
+
+
+def test_a_training_that_was_killed_before_its_state_was_written_goes_on(
+    tmp_path, capsys, model, trained
+):
+    """Losses are written before the state, so they may be ahead of it, and then come again."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    curve = tmp_path / "mqa.training" / "loss.csv"
+    before = curve.read_text()
+    curve.write_text(before + "2,9.0\n3,9")
+    argv = uptrain_argv(model, str(tmp_path / "text.txt"), tmp_path / "mqa", "--steps", "1")
+    assert console.run(uptrain.main, argv) == 0
+    assert "1 steps" in capsys.readouterr().out
+
+
+CELLS = [(0, 4, "none"), (0, 2, "mean"), (0, 1, "mean")]
+
+
+def heads_row(seed: int, kv_heads: int, init: str, share: float) -> dict:
+    row = {"seed": seed, "kv_heads": kv_heads, "init": init, "share": share}
+    return row | {"bits_per_byte": 5.0 - share}
+
+
+def heads_argv(folder: Path, *options: str) -> list[str]:
+    argv = ["--text", str(folder / "text.txt"), "--out", str(folder / "out"), "--size", "ci"]
+    return [*argv, "--seeds", "1", "--init", "mean", *options]
+
+
+@pytest.fixture(scope="module")
+def done_heads(tmp_path_factory) -> Path:
+    """A folder of a text and a study of heads that is done."""
+    folder = tmp_path_factory.mktemp("heads")
+    (folder / "text.txt").write_bytes(b"a rose is a rose is a rose, " * 400)
+    assert console.run(heads.main, heads_argv(folder)) == 0
+    return folder
+
+
+@pytest.mark.slow
+def test_a_study_of_heads_goes_on_with_its_own_text_and_size_alone(
+    tmp_path, capsys, monkeypatch, done_heads
+):
+    shutil.copytree(done_heads, tmp_path, dirs_exist_ok=True)
+    argv, out = heads_argv(tmp_path), tmp_path / "out"
+    before = contents(out)
+    twice = [*argv, "--init", "mean", "mean"]
+    assert console.run(heads.main, twice) == 0
+    assert capsys.readouterr().out.count("| mean |") == 2
+    after = contents(out)
+    assert after["rows.jsonl"] == before["rows.jsonl"] and after["rows.csv"] == before["rows.csv"]
+    small = replace(heads.SIZES["ci"], held_out=1_024)
+    monkeypatch.setitem(heads.SIZES, "small", small)
+    line = refusal(capsys, heads.main, [*argv, "--size", "small"])
+    assert line.startswith(f"{out}: is of another run (held_out was 2048, is 1024)")
+    (tmp_path / "text.txt").write_bytes(b"a rose is a rose is a nose, " * 400)
+    line = refusal(capsys, heads.main, argv)
+    assert line.startswith(f"{out}: is of another run (text_sha256 was ")
+    (out / "run.json").unlink()
+    (out / "rows.jsonl").unlink()  # its first training would be gone on with
+    assert refusal(capsys, heads.main, argv).startswith(f"{out / 'run.json'}: is missing")
+    assert contents(out) == {k: v for k, v in after.items() if k not in ("run.json", "rows.jsonl")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_line_that_was_cut_spoils_no_other_one(tmp_path, capsys, done_heads, cut):
+    shutil.copytree(done_heads, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "out" / "rows.jsonl"
+    before = file.read_bytes()
+    file.write_bytes(before[:-cut])
+    assert console.run(heads.main, heads_argv(tmp_path)) == 0
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "line", [b"5", b'{"a": 1}', b"\xff\xfe", b"[]", b"null", b'{"seed": 0', b""]
+)
+def test_a_line_that_is_no_row_is_named_in_one_line(tmp_path, line):
+    rows = [heads_row(*cell, share) for cell in CELLS for share in heads.SHARES]
+    lines = [json.dumps(row).encode() for row in rows]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join([*lines, b""]))
+    read = heads.read_rows(file)
+    assert list(read) == CELLS and [row for cell in read.values() for row in cell] == rows
+    file.write_bytes(b"\n".join([*lines[:3], line, *lines[3:], b""]))
+    with pytest.raises(ModelError, match="line 4 is no row") as error:
+        heads.read_rows(file)
+    assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
+
+
 @pytest.mark.slow
 def test_a_study_of_heads_goes_on_where_it_stopped(tmp_path, capsys):
     text = tmp_path / "text.txt"
@@ -207,8 +507,25 @@ def test_a_study_of_heads_goes_on_where_it_stopped(tmp_path, capsys):
         (tradeoff.main, ["--budgets", "1.5"], "budget '1.5'"),
         (tradeoff.main, ["--context", "9999"], "has too few tokens"),
         (tradeoff.main, ["--tasks", "qa"], "no 'qa'; there are niah_single"),
+        (tradeoff.main, ["--heads", "0"], "0 KV heads do not divide the model's 2"),
+        (tradeoff.main, ["--heads", "2", "7"], "7 KV heads do not divide the model's 2"),
+        (tradeoff.main, ["--heads", "2", "no-such-model"], "'no-such-model' is no model"),
+        (tradeoff.main, ["--formats", "f32", "int9"], "--formats int9: "),
+        (
+            tradeoff.main,
+            ["--context", "250"],
+            "--context 250 and --tokens 12: 262 tokens; the model takes 256",
+        ),
+        (tradeoff.main, ["--tasks", "vt", "--lengths", "16"], "--lengths 16: vt does not fit into"),
+        (tradeoff.main, ["--tasks", "vt", "--lengths", "9000"], "--lengths 9000: 9016 tokens"),
+        (tradeoff.main, ["--tasks", "vt", "--lengths", "240"], "--lengths 240: vt has"),
+        (tradeoff.main, ["--text", os.devnull], f"{os.devnull}: is empty"),
+        (uptrain.main, ["--text", os.devnull], f"{os.devnull}: is empty"),
         (uptrain.main, ["--kv-heads", "3"], "3 KV heads do not divide the model's 2"),
         (uptrain.main, ["--fraction", "2"], "--fraction and --distil must be 0 to 1"),
+        (uptrain.main, ["--lr", "inf"], "--lr must be above 0, and a finite float32"),
+        (uptrain.main, ["--lr", "1e39"], "--lr must be above 0, and a finite float32"),
+        (uptrain.main, ["--lr", "1e30", "--steps", "3"], "a lower --lr may help"),
         (uptrain.main, ["--length", "99999"], "too few for --length"),
         (uptrain.main, ["--text", "/no/such"], "/no/such"),
     ],
@@ -219,5 +536,6 @@ def test_each_mistake_is_one_line(tmp_path, capsys, model, text, main, options, 
         code = console.run(main, make(model, text, tmp_path / "out", *options))
     except SystemExit as exit:  # argparse's own
         code = exit.code
-    assert code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and not list((tmp_path / "out").glob("*"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
