@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from models.errors import ModelError
 
@@ -18,7 +19,7 @@ def sums_of(folder: Path) -> Sums:
     }
 
 
-def are_sums(found: object) -> bool:
+def are_sums(found: object) -> TypeGuard[Sums]:
     """Whether what a file said may be what `sums_of` returned."""
     return isinstance(found, dict) and all(
         isinstance(x, list) and len(x) == 2 for x in found.values()

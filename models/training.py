@@ -5,9 +5,10 @@ run that was stopped and goes on from its last state ends with the same bits. No
 devices, data that does not fit into memory.
 """
 
+import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 from models.decode_model import FlaxDecodeModel, Params
 from models.dense import dense_logits
 from models.errors import ModelError
+from models.file_sums import are_sums, check_sums, sums_of
 
 OnStep = Callable[[int, float], object]
+SUMS = "sums.json"  # of the files of the last state, in the folder of states
+_ANEW = "without the folder of states the run begins anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,44 +146,71 @@ class Trainer:
             self.losses.append(value)
             on_step(self.step, value)
 
-    def save(self, path: Path) -> None:
-        """Writes the state of the run to a file, which `restore` goes on from, in place of the last
-        one; it is written whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(path.name + ".new")
-        with new.open("wb") as file:
-            leaves = map(np.asarray, jax.tree.leaves(self._state))
-            np.savez(file, np.int64(self.step), *leaves)
-        os.replace(new, path)
+    def save(self, folder: Path) -> None:
+        """Writes a state that `restore` goes on from, and keeps the one before.
 
-    def restore(self, path: Path) -> bool:
-        """Goes on from what `save` wrote, if there is such a file.
+        It counts once its sums are written: a run that is killed before goes on from the other.
+        """
+        with _manager(folder) as manager:
+            if self.step in manager.all_steps():  # without sums
+                manager.delete(self.step)
+            manager.save(self.step, args=ocp.args.StandardSave(self._leaves()))
+        text = json.dumps({"step": self.step, "files": sums_of(folder / str(self.step))})
+        new = folder / f"{SUMS}.new"
+        new.write_text(text, "utf-8")
+        os.replace(new, folder / SUMS)
+
+    def restore(self, folder: Path) -> bool:
+        """Goes on from the last state in a folder, if there is one.
 
         Raises:
           ModelError: it is damaged, or of another model or run.
         """
-        own, treedef = jax.tree.flatten(self._state)
-        try:
-            with path.open("rb") as file, np.load(file) as archive:  # a zip's sums are checked
-                first, *found = archive.values()
-            step = int(first)
-        except FileNotFoundError:
+        if not (folder / SUMS).exists():
             return False
-        except Exception as error:  # NumPy raises whatever the archive's damage brings about
-            raise ModelError(f"{path}: is damaged; without it the run begins anew") from error
-        if _shapes(found) != _shapes(own):
-            raise ModelError(f"{path}: is the state of another model; name another place")
+        step = _checked_step(folder)
         if step > self.config.num_steps:
-            raise ModelError(f"{path}: is at step {step}, the run has {self.config.num_steps}")
-        # A view: NumPy's files know bfloat16 by its size alone.
-        leaves = [jnp.array(x.view(leaf.dtype)) for x, leaf in zip(found, own, strict=True)]
-        self._state = jax.tree.unflatten(treedef, leaves)
+            raise ModelError(f"{folder}: is at step {step}, the run has {self.config.num_steps}")
+        own = self._leaves()
+        with _manager(folder) as manager:
+            stored = manager.item_metadata(step)
+            if {name: _kind(stored[name]) for name in stored} != {n: _kind(own[n]) for n in own}:
+                raise ModelError(f"{folder}: is the state of another model; name another place")
+            leaves = manager.restore(step, args=ocp.args.StandardRestore(own))
+        treedef = jax.tree.structure(self._state)
+        self._state = jax.tree.unflatten(treedef, [leaves[name] for name in sorted(leaves)])
         self.step = step
         return True
 
+    def _leaves(self) -> dict[str, jax.Array]:
+        return {f"{i:05}": leaf for i, leaf in enumerate(jax.tree.leaves(self._state))}
 
-def _shapes(leaves: Sequence[np.ndarray | jax.Array]) -> list[tuple[int, ...]]:
-    return [(*leaf.shape, leaf.dtype.itemsize) for leaf in leaves]
+
+def _manager(folder: Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    # Known beforehand, so that what is stored can be asked before it is read.
+    handler = ocp.StandardCheckpointHandler()
+    return ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)
+
+
+def _checked_step(folder: Path) -> int:
+    """The step of the last state, all of whose files are as they were written.
+
+    Before Orbax reads any: a read that fails leaves its neighbours' unfinished.
+    """
+    try:
+        found = json.loads((folder / SUMS).read_bytes())
+        step, sums = found["step"], found["files"]
+    except (ValueError, TypeError, KeyError):
+        step, sums = None, None
+    if not isinstance(step, int) or not are_sums(sums):
+        raise ModelError(f"{folder / SUMS}: is damaged; {_ANEW}")
+    check_sums(folder / str(step), sums, _ANEW)
+    return step
+
+
+def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    return tuple(leaf.shape), jnp.dtype(leaf.dtype)
 
 
 def draw_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> np.ndarray:

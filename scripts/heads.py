@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
         raise ModelError(f"{len(data)} bytes of text; {2 * size.held_out} at least are needed")
     console.enable_compilation_cache()
     run = asdict(size) | {"text_sha256": studies.text_sum(data)}
-    studies.claim(args.out, run, "rows.jsonl", "base-*.npz")
+    studies.claim(args.out, run, "rows.jsonl", "base-*")
     file = args.out / "rows.jsonl"
     done = read_rows(file)
     cells: list[tuple[int, Pooling | None]] = [(size.heads, None)]
@@ -156,11 +156,11 @@ def trained_base(size: Size, data: np.ndarray, seed: int, out: Path, bar: Any) -
         seed=seed,
     )
     trainer = Trainer(random_model(size.model(), seed), data, config)
-    trainer.restore(out / f"base-{seed}.npz")
+    trainer.restore(out / f"base-{seed}")
     bar.update(trainer.step)
     while trainer.step < size.steps:
         trainer.run(trainer.step + max(1, size.steps // 4), lambda step, loss: bar.update())
-        trainer.save(out / f"base-{seed}.npz")
+        trainer.save(out / f"base-{seed}")
     return trainer.model
 
 

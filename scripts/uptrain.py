@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         run |= {"model": args.model, "dtype": args.dtype}
         run |= {"weights_sha256": studies.model_sum(loaded.model)}
         run |= {"text_sha256": studies.text_sum(tokens)}
-        studies.claim(folder, run, "state.npz")
+        studies.claim(folder, run, "state/*")
         train(trainer, folder)
     sizes = dict(batch=args.batch, length=args.length)
     original, before, after = (
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
 
 def train(trainer: Trainer, folder: Path) -> None:
     """Runs the training, from the state in a folder if there is one."""
-    state, curve = folder / "state.npz", folder / "loss.csv"
+    state, curve = folder / "state", folder / "loss.csv"
     losses = read_losses(curve, trainer.step) if trainer.restore(state) else []
     num_steps = trainer.config.num_steps
     with console.progress(num_steps, unit="step", description="training") as bar:

@@ -163,8 +163,8 @@ def _check_options(
     fits = isinstance(scale, number) and math.isfinite(scale)
     require(fits, f"scale must be finite and static, got {scale!r}")
     for name, value in (("window", window), ("query_tile", query_tile)):
-        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        fits = value is None or (is_whole and 0 < value < 2**30)
+        is_whole = isinstance(value, int | np.integer) and 0 < value < 2**30
+        fits = value is None or (is_whole and not isinstance(value, bool))
         require(bool(fits), f"{name} must be positive, whole and static, or None, got {value!r}")
     fits = soft_cap is None or (
         isinstance(soft_cap, number) and math.isfinite(soft_cap) and soft_cap > 0

@@ -1,5 +1,6 @@
 """Training: the forward pass it takes gradients of, and runs that go on where they stopped."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,11 +45,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     whole = Trainer(model(), TEXT, CONFIG)
     whole.run()
     first = Trainer(model(), TEXT, CONFIG)
-    assert not first.restore(tmp_path / "state.npz")
+    assert not first.restore(tmp_path / "state")
     first.run(5)
-    first.save(tmp_path / "state.npz")
+    first.save(tmp_path / "state")
     rest = Trainer(model(), TEXT, CONFIG)
-    assert rest.restore(tmp_path / "state.npz") and rest.step == 5
+    assert rest.restore(tmp_path / "state") and rest.step == 5
     rest.run()
     assert first.losses + rest.losses == whole.losses
     for one, other in zip(rest.model.params, whole.model.params, strict=True):
@@ -56,13 +57,13 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     assert whole.losses[-1] < 0.8 * whole.losses[0]
     assert abs(mean_loss(whole.model, TEXT, length=24) / whole.losses[-1] - 1) < 0.2
     with pytest.raises(ModelError, match="is at step 5, the run has 4"):
-        Trainer(model(), TEXT, replace(CONFIG, num_steps=4)).restore(tmp_path / "state.npz")
+        Trainer(model(), TEXT, replace(CONFIG, num_steps=4)).restore(tmp_path / "state")
 
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory) -> Path:
-    """Of a run of no steps, in bfloat16, of which NumPy's files know nothing."""
-    path = tmp_path_factory.mktemp("run") / "state.npz"
+    """Of a run of no steps, in bfloat16."""
+    path = tmp_path_factory.mktemp("run") / "state"
     Trainer(bfloat16(model()), TEXT, CONFIG).save(path)
     return path
 
@@ -78,28 +79,39 @@ def test_a_state_is_of_the_types_that_it_was_made_of(state):
     for one, other in zip(trainer.model.params, bfloat16(model()).params, strict=True):
         assert one.dtype == jnp.bfloat16
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(ModelError, match=r"state\.npz: is the state of another model"):
+    with pytest.raises(ModelError, match=r"state: is the state of another model"):
         Trainer(model(), TEXT, CONFIG).restore(state)
 
 
-@pytest.mark.parametrize("kind", ["empty", "cut", "shorter", "a bit flipped", "something else"])
-def test_a_damaged_state_is_one_line_that_names_the_file(tmp_path, state, kind):
-    whole = state.read_bytes()
+@pytest.mark.parametrize("kind", ["missing", "empty", "cut", "a bit flipped", "something else"])
+@pytest.mark.parametrize("name", ["sums.json", "the largest"])
+def test_a_damaged_state_is_one_line_that_names_the_file(tmp_path, state, name, kind):
+    folder = tmp_path / "state"
+    shutil.copytree(state, folder)
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != "sums.json"]
+    path = folder / name if name == "sums.json" else max(files, key=lambda x: x.stat().st_size)
+    whole = path.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     damaged = {
         "empty": b"",
         "cut": whole[: len(whole) // 2],
-        "shorter": whole[:-1],
         "a bit flipped": bytes(flipped),
         "something else": b"{}",
-    }[kind]
-    path = tmp_path / "state.npz"
-    path.write_bytes(damaged)
+    }
+    path.unlink()
     trainer = Trainer(bfloat16(model()), TEXT, CONFIG)
+    if kind in damaged:
+        path.write_bytes(damaged[kind])
+    elif name == "sums.json":
+        assert not trainer.restore(folder)  # as of a run that was killed before it wrote them
+        trainer.save(folder)
+        assert trainer.restore(folder)
+        return
     with pytest.raises(ModelError) as refusal:
-        trainer.restore(path)
-    assert str(refusal.value).startswith(f"{path}: is damaged")
+        trainer.restore(folder)
+    assert str(refusal.value).startswith(f"{folder}")
+    assert path.name in str(refusal.value) or kind == "a bit flipped"  # which may be in a name
     assert "\n" not in str(refusal.value) and trainer.step == 0
 
 

@@ -377,7 +377,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ("loss.csv", b"\xff\xfe"),
         ("loss.csv", b""),
         ("loss.csv", None),
-        ("state.npz", b"PK"),
+        ("state/sums.json", b"{"),
     ],
 )
 def test_a_damaged_file_of_a_training_is_one_line_that_names_it(
