@@ -124,7 +124,7 @@ def _attend(
     bounds = plan.by_group(bounds)[:, 0]  # equal in all groups
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
     sink = jnp.broadcast_to(sink.reshape(K, 1, G), (K, tile, G)).reshape(K, tile * G, 1)
-    sink = plan.columns(sink) * LOG2_E
+    sink = plan.by_group(sink) * LOG2_E
     table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
 
     out, lse = _call(plan, tiles, scalars, grouped, bounds, sink, table, pages, q.dtype)
@@ -193,7 +193,7 @@ def _call(
         in_specs=[
             of_tile(*q.shape[1:]),
             of_tile(R, 2),
-            pl.BlockSpec((R, groups), lambda t, *_: (0, 0)),
+            pl.BlockSpec((groups, R, 1), lambda t, *_: (0, 0, 0)),
             *[pl.BlockSpec(memory_space=pltpu.HBM)] * (1 + len(pools)),
         ],
         out_specs=[of_tile(groups, R, lanes), of_tile(R, groups)],
@@ -204,7 +204,8 @@ def _call(
             pltpu.VMEM((groups, R, LANES), jnp.float32),
             pltpu.VMEM((groups, R, LANES), jnp.float32),
             pltpu.VMEM((groups, R, plan.group * lanes), jnp.float32),
-            pltpu.VMEM((groups, plan.q_rows, plan.group * q.shape[3]), plan.dtype),
+            plan.prepares_q
+            * [pltpu.VMEM((groups, plan.q_rows, plan.group * q.shape[3]), plan.dtype)],
             plan.splits * [pltpu.VMEM((groups, R, LANES), jnp.float32)],
             2 * plan.affine * [pltpu.VMEM((groups, R, LANES), jnp.float32)],
             pltpu.SemaphoreType.DMA((plan.num_buffers,)),
@@ -237,7 +238,8 @@ def _kernel(
     """One tile of query rows."""
     rows, bounds, sink, table, *others = refs
     *pools, out, lse, ids, cursor, buffers, maximum, total, weighted = others[:-5]
-    q, factor, affine, ids_in, pages_in = others[-5:]
+    prepared, factor, affine, ids_in, pages_in = others[-5:]
+    q = prepared[0] if plan.prepares_q else rows.at[0]
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = TileScalars(scalars, count)
     fetch = Fetch(plan, tile, table, pools, ids, cursor, buffers, ids_in, pages_in)

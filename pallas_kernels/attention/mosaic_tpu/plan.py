@@ -112,6 +112,11 @@ class Plan:
         return round_up(self.group * self.head_rows, SUBLANES)
 
     @property
+    def prepares_q(self) -> bool:
+        """q is laid out for a group, or split, before it is multiplied."""
+        return self.group > 1 or self.splits
+
+    @property
     def q_rows(self) -> int:
         """Of q as a factor of products, in its parts."""
         return operands.NUM_PARTS * self.rows if self.splits else self.rows
@@ -120,11 +125,6 @@ class Plan:
         """Brings `[..., K, head_rows, n]` into `[..., groups, R, n]`."""
         x = x.reshape(*x.shape[:-3], self.num_groups, self.group * self.head_rows, x.shape[-1])
         return self._fill(x, -2, self.rows)
-
-    def columns(self, x: jax.Array) -> jax.Array:
-        """Brings `[..., K, head_rows, 1]` into `[..., R, groups]`: each number that stands alone
-        behind R would fill a row of a register."""
-        return self.by_group(x)[..., 0].swapaxes(-1, -2)
 
     def by_head(self, x: jax.Array) -> jax.Array:
         """The way back: `[..., K, head_rows, n]`."""

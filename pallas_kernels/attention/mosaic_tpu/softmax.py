@@ -48,7 +48,8 @@ class Softmax:
             if self.plan.splits:
                 q, factor = operands.split(q.astype(jnp.float32), self.plan.dtype)
                 self.factor[0][g] = jnp.broadcast_to(factor, self.maximum.shape[1:])
-            self.q[g] = q
+            if self.plan.prepares_q:
+                self.q[g] = q
         for minima in self.affine[1:]:
             minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
@@ -97,10 +98,9 @@ class Softmax:
         """Normalises; the sink joins the denominator here, once."""
         for g in range(self.plan.num_groups):
             m = self.maximum[g][:, :1]
-            own_sink = sink[:, g : g + 1]
-            m_new = finite_or_zero(jnp.maximum(m, own_sink))
+            m_new = finite_or_zero(jnp.maximum(m, sink[g]))
             decay = jnp.exp2(m - m_new)
-            total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(own_sink - m_new)
+            total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink[g] - m_new)
             safe = jnp.where(total == 0.0, 1.0, total)
             weighted = self._own(self.weighted[g])
             if self.plan.affine:
