@@ -25,10 +25,10 @@ from models.checkpoints.gguf_file import open_gguf
 from models.config import ModelConfig
 from models.decode_model import FlaxDecodeModel, ParamPath
 from models.errors import ModelError
-from models.file_sums import are_sums, check_sums, sums_of
 from models.loading import LoadedModel
 from models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
 from models.weights import DTYPES, Progress, abstract_model
+from models.whole_files import are_sums, check_sums, sums_of
 
 HEADER, PARAMS, TOKENIZER = "jaxkv.json", "params", "tokenizer"
 VERSION = 1

@@ -7,7 +7,6 @@ devices, data that does not fit into memory.
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import orbax.checkpoint as ocp
 from models.decode_model import FlaxDecodeModel, Params
 from models.dense import dense_logits
 from models.errors import ModelError
-from models.file_sums import are_sums, check_sums, sums_of
+from models.whole_files import are_sums, check_sums, sums_of, write_whole
 
 OnStep = Callable[[int, float], object]
 SUMS = "sums.json"  # of the files of the last state, in the folder of states
@@ -156,9 +155,7 @@ class Trainer:
                 manager.delete(self.step)
             manager.save(self.step, args=ocp.args.StandardSave(self._leaves()))
         text = json.dumps({"step": self.step, "files": sums_of(folder / str(self.step))})
-        new = folder / f"{SUMS}.new"
-        new.write_text(text, "utf-8")
-        os.replace(new, folder / SUMS)
+        write_whole(folder / SUMS, text)
 
     def restore(self, folder: Path) -> bool:
         """Goes on from the last state in a folder, if there is one.

@@ -33,6 +33,7 @@ from models.errors import ModelError
 from models.kv_heads import POOLINGS, Pooling, with_kv_heads
 from models.training import TrainConfig, Trainer, mean_loss
 from models.weights import random_model
+from models.whole_files import write_whole
 from scripts import console, studies
 from scripts.line_plots import save_lines
 
@@ -134,7 +135,7 @@ def main(argv: list[str]) -> int:
                     new = base if init is None else with_kv_heads(base, K, init, seed=seed)
                     done[cell] = list(curve(new, size, data, seed, init or NOT_POOLED, bar))
                     lines = (json.dumps(row) + "\n" for found in done.values() for row in found)
-                    studies.write_whole(file, "".join(lines))
+                    write_whole(file, "".join(lines))
                 rows += done[cell]
     write_results(args, rows, size)
     return 0

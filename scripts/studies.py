@@ -7,7 +7,6 @@ Not a command.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from models.checkpoints.config_json import config_to_json
 from models.decode_model import FlaxDecodeModel
 from models.errors import ModelError
+from models.whole_files import write_whole
 
 RUN = "run.json"
 
@@ -72,13 +72,6 @@ def sum_of(parts: Iterable[bytes]) -> str:
     for part in parts:
         found.update(part)
     return found.hexdigest()[:16]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, "utf-8")
-    os.replace(new, path)
 
 
 def _bytes(x: jax.Array) -> bytes:

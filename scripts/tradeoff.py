@@ -29,7 +29,7 @@ import argparse
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import cycle, islice, product
@@ -42,22 +42,21 @@ from jaxkv.cache import choose_formats
 from jaxkv.compress import METHODS, WINDOWS, Budget, Compression
 from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
 from jaxkv.eval import Comparison, Reading, Setting, TextFunctions, read
-from jaxkv.eval.ruler import TASKS, Sample, make_sample
+from jaxkv.eval.ruler import TASKS
 from models.decode_model import FlaxDecodeModel
 from models.errors import ModelError
 from models.kv_heads import with_kv_heads
 from models.loading import LoadedModel, load_model
-from models.tokenizer import Tokenizer
 from scripts import console
 from scripts.serving import read_text
 from scripts.studies import claim, model_sum, sum_of, text_sum
+from scripts.tradeoff_questions import Question, questions
 from scripts.tradeoff_report import table, write_report, write_results
-from scripts.tradeoff_rows import DEPTHS, measured, scores, write_row
+from scripts.tradeoff_rows import measured, scores, write_row
 
 NONE = "none"
 MEMORY = 1 << 30
 STEPS = 16  # decode steps that are timed at a length
-ANSWER_TOKENS = 8  # for each text that an answer should have
 QUICK = dict(
     formats=["f32", "int8"],
     methods=[NONE, "knorm", "snapkv"],
@@ -282,56 +281,6 @@ def main(argv: list[str]) -> int:
     print(table(results))
     print(f"{args.out}: {len(results)} rows; {', '.join(file.name for file in files)}")
     return 0
-
-
-@dataclass(frozen=True)
-class Question:
-    """A sample of a task, as tokens.
-
-    Attributes:
-      sample: the task's.
-      length: most tokens of the context.
-      seed: of the sample.
-      context: tokens that may lose some.
-      question: the tokens behind them.
-    """
-
-    sample: Sample
-    length: int
-    seed: int
-    context: list[int]
-    question: list[int]
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Tokens of an answer at most."""
-        return ANSWER_TOKENS * len(self.sample.answers)
-
-
-def questions(args: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Iterator[Question]:
-    """The questions of all tasks, lengths, depths and seeds, in models of `most` positions.
-
-    Raises:
-      ModelError: a length is too short for a task, or too long for the models.
-    """
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text))
-
-    for length, task, depth, i in product(args.lengths, args.tasks, DEPTHS, range(args.samples)):
-        try:
-            sample = make_sample(task, length, depth, args.seed + i, count)
-        except ValueError as error:
-            raise ModelError(f"--lengths {length}: {error}") from None
-        context = tokenizer.encode(sample.context)
-        question = tokenizer.encode(sample.question, add_special_tokens=False)
-        found = Question(sample, length, args.seed + i, context, question)
-        n = len(context) + len(question) + found.max_new_tokens
-        if n > most:
-            raise ModelError(
-                f"--lengths {length}: {task} has {n} tokens; the model takes {most} at most"
-            )
-        yield found
 
 
 class Study:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxkv.eval import Quality
 from models.errors import ModelError
-from scripts.studies import write_whole
+from models.whole_files import write_whole
 
 DEPTHS = (0.1, 0.5, 0.9)  # of what is asked for
 TEXT_FIGURES = (

@@ -28,6 +28,7 @@ from models.kv_heads import POOLINGS, with_kv_heads
 from models.loading import LoadedModel
 from models.orbax_checkpoint import check_target, save_checkpoint
 from models.training import TrainConfig, Trainer, mean_loss
+from models.whole_files import write_whole
 from scripts import console, studies
 from scripts.line_plots import save_lines
 from scripts.serving import read_text
@@ -150,7 +151,7 @@ def read_losses(path: Path, num_steps: int) -> list[tuple[int, float]]:
 
 def write_losses(path: Path, losses: Iterable[tuple[int, float]]) -> None:
     """Writes the losses of all steps."""
-    studies.write_whole(path, "step,loss\n" + "".join(f"{n},{loss!r}\n" for n, loss in losses))
+    write_whole(path, "step,loss\n" + "".join(f"{n},{loss!r}\n" for n, loss in losses))
 
 
 def report(loaded: LoadedModel, args: argparse.Namespace, steps: int) -> None:

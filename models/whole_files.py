@@ -1,5 +1,6 @@
-"""Sizes and CRC-32 of files, to see that they are whole before a library reads them."""
+"""Files that are whole: written so, and seen to be so before a library reads them."""
 
+import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,13 @@ from models.errors import ModelError
 
 Sums = dict[str, list[int]]
 _BLOCK_BYTES = 1 << 20
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, "utf-8")
+    os.replace(new, path)
 
 
 def sums_of(folder: Path) -> Sums:
