@@ -25,6 +25,7 @@ class Tiles:
       seq: `[count]` int32, the sequence; 0..B-1.
       first_row: `[count]` int32, first row.
       end_row: `[count]` int32, behind the last row.
+      position: `[count]` int32, of the first row.
       low, high: `[count]` int32, keys [low, high) hold all that any row of the tile sees;
         empty for a tile that is not in use.
     """
@@ -35,6 +36,7 @@ class Tiles:
     seq: jax.Array
     first_row: jax.Array
     end_row: jax.Array
+    position: jax.Array
     low: jax.Array
     high: jax.Array
 
@@ -71,8 +73,9 @@ class Tiles:
         end_row = jnp.minimum(first_row + tile, ragged.query_starts[seq + 1])
         offset = ragged.kv_lens[seq] - ragged.query_starts[seq + 1]  # position minus row
         high = jnp.where(live, jnp.maximum(options.bounds(offset + end_row - 1)[1], 0), 0)
-        low = jnp.minimum(options.bounds(offset + first_row)[0], high)
-        return cls(count, starts[-1], starts, seq, first_row, end_row, low, high)
+        position = offset + first_row
+        low = jnp.minimum(options.bounds(position)[0], high)
+        return cls(count, starts[-1], starts, seq, first_row, end_row, position, low, high)
 
     def group(self, start: jax.Array | int, size: int) -> "Tiles":
         """Tiles `[start, start + size)`; those past `count` are empty."""
@@ -80,7 +83,7 @@ class Tiles:
         def cut(x: jax.Array) -> jax.Array:
             return x.at[start + jnp.arange(size, dtype=jnp.int32)].get(mode="fill", fill_value=0)
 
-        parts = (self.seq, self.first_row, self.end_row, self.low, self.high)
+        parts = (self.seq, self.first_row, self.end_row, self.position, self.low, self.high)
         return Tiles(size, self.num_live, self.starts, *map(cut, parts))
 
     def place_of(self, ragged: Ragged, T: int, tile: int) -> tuple[jax.Array, jax.Array]:

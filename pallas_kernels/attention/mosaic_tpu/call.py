@@ -47,6 +47,7 @@ from pallas_kernels.attention.mosaic_tpu.plan import (
     Ref,
     sizes_of,
 )
+from pallas_kernels.attention.mosaic_tpu.rows import Rows
 from pallas_kernels.attention.mosaic_tpu.softmax import Softmax
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged
@@ -106,34 +107,27 @@ def _attend(
     """Attention of the rows of the sequences `taken [B]`; anything in the other rows."""
     (T, H, D), M = q.shape, page_table.shape[1]
     K = pages.num_kv_heads
-    G = H // K
     plan = Plan.choose(q, pages, tile, M, options)
-    tiles = Tiles.plan(ragged, T, tile, options, taken)
+    tiles = Tiles.plan(ragged, T, plan.num_chunks * plan.chunk, options, taken)
+    chunks = Tiles.plan(ragged, T, plan.chunk, options, taken)
 
-    rows = tiles.first_row[:, None] + jnp.arange(tile, dtype=jnp.int32)[None]  # [count, tile]
-    _, position = ragged.place(rows, tiles.seq[:, None])
-    bounds = jnp.stack(options.bounds(position), axis=-1)  # [count, tile, 2]
-    scalars = _scalars(plan, tiles, bounds)
-    q = times_fixed_scales(q, pages, 0)
-    by_head = q.at[rows].get(mode="clip").reshape(tiles.count, tile, K, G, D)
-    by_head = by_head.transpose(0, 2, 1, 3, 4).reshape(tiles.count, K, tile * G, D)
-    by_head = by_head.astype(q.dtype if plan.splits else plan.dtype)
-    grouped = plan.by_group(plan.pad_lanes(by_head))
-    bounds = jnp.repeat(bounds, G, axis=1)[:, None]
-    bounds = jnp.broadcast_to(bounds, (tiles.count, K, tile * G, 2))
-    bounds = plan.by_group(bounds)[:, 0]  # equal in all groups
+    rows = chunks.first_row[:, None] + jnp.arange(plan.chunk, dtype=jnp.int32)[None]
+    out_dtype = q.dtype
+    q = times_fixed_scales(q, pages, 0).astype(q.dtype if plan.splits else plan.dtype)
+    by_chunk = q.at[rows].get(mode="clip").reshape(*rows.shape, K, H // K, D)
+    grouped = plan.by_group(plan.pad_lanes(by_chunk))
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
-    sink = jnp.broadcast_to(sink.reshape(K, 1, G), (K, tile, G)).reshape(K, tile * G, 1)
-    sink = plan.by_group(sink) * LOG2_E
+    sink = jnp.broadcast_to(sink.reshape(K, H // K, 1), (*rows.shape[1:], K, H // K, 1))
+    sink = jnp.tile(plan.by_group(sink) * LOG2_E, (1, plan.num_chunks, 1))
     table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
 
-    out, lse = _call(plan, tiles, scalars, grouped, bounds, sink, table, pages, q.dtype)
+    scalars = _scalars(plan, tiles, chunks, ragged)
+    out, lse = _call(plan, tiles, scalars, grouped, sink, table, pages, out_dtype)
 
-    index = tiles.place_of(ragged, T, tile)
-    out = plan.gather(plan.by_head(out)).reshape(tiles.count, K, tile, G, D)
-    lse = plan.by_head(lse.swapaxes(1, 2)[..., None]).reshape(tiles.count, K, tile, G)
-    out = times_fixed_scales(out[index[0], :, index[1]].reshape(T, H, D), pages, 1)
-    lse = lse[index[0], :, index[1]].reshape(T, H)
+    chunk, row = chunks.place_of(ragged, T, plan.chunk)
+    out = plan.gather(plan.by_head(out))[chunk, :, row].reshape(T, H, D)
+    out = times_fixed_scales(out, pages, 1)
+    lse = plan.by_head(lse.swapaxes(1, 2)[..., None])[chunk, :, row].reshape(T, H)
     padding = ragged.rows(T)[1] == PADDING
     return (
         jnp.where(padding[:, None, None], 0, out),
@@ -141,16 +135,17 @@ def _attend(
     )
 
 
-def _scalars(plan: Plan, tiles: Tiles, bounds: jax.Array) -> jax.Array:
+def _scalars(plan: Plan, tiles: Tiles, chunks: Tiles, ragged: Ragged) -> jax.Array:
     """What the kernel asks of each tile, `[len(FIELDS) * (count + 1)]` int32, field by field.
 
     The entry behind the last tile stands for the end.
     """
     S = plan.block_tokens
-    rows = jnp.arange(bounds.shape[1], dtype=jnp.int32)
-    live = rows[None] < (tiles.end_row - tiles.first_row)[:, None]
-    inner_low = jnp.where(live, bounds[..., 0], 0).max(axis=1)
-    inner_high = jnp.where(live, bounds[..., 1], jnp.iinfo(jnp.int32).max).min(axis=1)
+    queries = tiles.end_row - tiles.first_row
+    inner_low, _ = plan.options.bounds(tiles.position + queries - 1)
+    _, inner_high = plan.options.bounds(tiles.position)
+    first_chunk = chunks.starts[tiles.seq]
+    first_chunk += (tiles.first_row - ragged.query_starts[tiles.seq]) // plan.chunk
     first = tiles.low // S
     last = jnp.maximum(-(-tiles.high // S), first + 1)
     fast_first = jnp.clip(-(-inner_low // S), first, last)
@@ -164,6 +159,9 @@ def _scalars(plan: Plan, tiles: Tiles, bounds: jax.Array) -> jax.Array:
         last=last,
         low=tiles.low,
         high=tiles.high,
+        position=tiles.position,
+        queries=queries,
+        first_chunk=first_chunk,
     )
     return jnp.concatenate([jnp.pad(fields[name], (0, 1)) for name in FIELDS])
 
@@ -173,52 +171,49 @@ def _call(
     tiles: Tiles,
     scalars: jax.Array,
     q: jax.Array,
-    bounds: jax.Array,
     sink: jax.Array,
     table: jax.Array,
     pages: KernelPages,
     out_dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel over the tiles in use."""
-    groups, R, lanes = plan.num_groups, plan.rows, plan.out_lanes
+    groups, R = plan.num_groups, plan.rows
     pools = list(pages.paged.values())
-    of_block = (plan.num_buffers, plan.pages_per_block)
+    of_block = plan.num_buffers, plan.pages_per_block
+    out = jax.ShapeDtypeStruct((*q.shape[:3], plan.out_lanes), out_dtype)
+    lse = jax.ShapeDtypeStruct((q.shape[0], plan.chunk_rows, groups), jnp.float32)
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
 
-    def of_tile(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *shape), lambda t, *_: (t, *(0 for _ in shape)))
+    def two_tiles(x: jax.Array | jax.ShapeDtypeStruct) -> Ref:
+        return pltpu.VMEM((2, plan.num_chunks, *x.shape[1:]), x.dtype)
 
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(tiles.num_live,),
         in_specs=[
-            of_tile(*q.shape[1:]),
-            of_tile(R, 2),
-            pl.BlockSpec((groups, R, 1), lambda t, *_: (0, 0, 0)),
-            *[pl.BlockSpec(memory_space=pltpu.HBM)] * (1 + len(pools)),
+            pl.BlockSpec((R, 1), lambda *_: (0, 0)),
+            pl.BlockSpec((groups, R, 1), lambda *_: (0, 0, 0)),
+            *[hbm] * (2 + len(pools)),
         ],
-        out_specs=[of_tile(groups, R, lanes), of_tile(R, groups)],
+        out_specs=[hbm, hbm],
         scratch_shapes=[
+            [two_tiles(q), two_tiles(out), two_tiles(lse)],
             pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
             pltpu.SMEM((3,), jnp.int32),
             [pltpu.VMEM((*of_block, *pool.shape[1:]), pool.dtype) for pool in pools],
             pltpu.VMEM((groups, R, LANES), jnp.float32),
             pltpu.VMEM((groups, R, LANES), jnp.float32),
-            pltpu.VMEM((groups, R, plan.group * lanes), jnp.float32),
+            pltpu.VMEM((groups, R, plan.group * plan.out_lanes), jnp.float32),
             plan.prepares_q
             * [pltpu.VMEM((groups, plan.q_rows, plan.group * q.shape[3]), plan.dtype)],
             plan.splits * [pltpu.VMEM((groups, R, LANES), jnp.float32)],
             2 * plan.affine * [pltpu.VMEM((groups, R, LANES), jnp.float32)],
-            pltpu.SemaphoreType.DMA((plan.num_buffers,)),
-            pltpu.SemaphoreType.DMA((plan.num_buffers,)),
+            *[pltpu.SemaphoreType.DMA((n,)) for n in (2, 2, plan.num_buffers, plan.num_buffers)],
         ],
-    )
-    out_shape = (
-        jax.ShapeDtypeStruct((tiles.count, groups, R, lanes), out_dtype),
-        jax.ShapeDtypeStruct((tiles.count, R, groups), jnp.float32),
     )
     return pl.pallas_call(
         functools.partial(_kernel, plan, tiles.count),
-        out_shape=out_shape,
+        out_shape=(out, lse),
         grid_spec=grid_spec,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
@@ -226,7 +221,7 @@ def _call(
             vmem_limit_bytes=tuning.vmem_bytes() * 7 // 8,
         ),
         name="ragged_paged_attention",
-    )(scalars, q, bounds, sink, table, *pools)
+    )(scalars, jnp.asarray(plan.queries()), sink, q, table, *pools)
 
 
 def _kernel(
@@ -236,17 +231,20 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """One tile of query rows."""
-    rows, bounds, sink, table, *others = refs
-    *pools, out, lse, ids, cursor, buffers, maximum, total, weighted = others[:-5]
-    prepared, factor, affine, ids_in, pages_in = others[-5:]
-    q = prepared[0] if plan.prepares_q else rows.at[0]
+    queries, sink, q, table, *others = refs
+    *pools, out, lse, tiles, ids, cursor, buffers, maximum, total, weighted = others[:-7]
+    prepared, factor, affine, q_in, out_out, ids_in, pages_in = others[-7:]
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = TileScalars(scalars, count)
+    rows = Rows(plan, tile, t, q, (out, lse), tiles[0], tuple(tiles[1:]), q_in, out_out)
     fetch = Fetch(plan, tile, table, pools, ids, cursor, buffers, ids_in, pages_in)
-    softmax = Softmax(plan, bounds, buffers, maximum, total, weighted, q, factor, affine)
+    softmax = Softmax(
+        plan, tile, t, rows, queries, buffers, maximum, total, weighted, prepared, factor, affine
+    )
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
-    softmax.begin(rows)
+    rows.wait()
+    softmax.begin()
     first, last = tile.first(t), tile.last(t)
     fast_first, fast_last = tile.fast_first(t), tile.fast_last(t)
     number = cursor[0] - first  # of block 0, counted over all tiles
@@ -265,4 +263,6 @@ def _kernel(
     pl.when(fast_last > fast_first)(lambda: fetch.move_behind(t, fast_last + ahead - 1))
     lax.fori_loop(fast_last, last, general, None)
     cursor[0] = number + last
-    softmax.finish(sink, out, lse)
+    rows.make_room()
+    softmax.finish(sink)
+    rows.store()

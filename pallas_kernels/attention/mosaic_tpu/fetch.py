@@ -13,7 +13,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention.mosaic_tpu.plan import Plan, Ref, Scalar
 
-FIELDS = ("seq", "first", "fast_first", "fast_last", "last", "low", "high")
+FIELDS = (
+    "seq",
+    "first",
+    "fast_first",
+    "fast_last",
+    "last",
+    "low",
+    "high",
+    "position",
+    "queries",
+    "first_chunk",
+)
 
 
 @dataclass(frozen=True)

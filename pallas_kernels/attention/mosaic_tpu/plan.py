@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.attention.mosaic_tpu import operands, tuning
@@ -15,6 +16,7 @@ from pallas_kernels.pages import LANES, Pages
 from pallas_kernels.quantised_pages import AffinePages, SymmetricPages
 
 SUBLANES = 8
+PACKED_SUBLANES = 16  # of a register of two-byte numbers
 LOG2_E = math.log2(math.e)
 KernelPages = Pages | SymmetricPages | AffinePages
 Ref = Any
@@ -30,7 +32,10 @@ class Plan:
       lanes: of a piece of a row.
       affine: codes have a minimum, too, and a byte holds one of K and one of V.
       group: KV heads whose query rows share the sublanes of a register.
-      head_rows: query rows of a tile times G.
+      heads: G, query heads of a KV head.
+      chunk: queries that are laid out together, for all heads; they fill whole registers, or are
+        all of a tile.
+      num_chunks: of a tile.
       block_tokens: keys of a block.
       num_buffers, groups_ahead: see `BlockSizes`.
       table_width: page ids of a sequence, rounded up.
@@ -44,7 +49,9 @@ class Plan:
     affine: bool
     page_size: int
     group: int
-    head_rows: int
+    heads: int
+    chunk: int
+    num_chunks: int
     block_tokens: int
     num_buffers: int
     groups_ahead: int
@@ -56,18 +63,19 @@ class Plan:
     def choose(
         cls, q: jax.Array, pages: KernelPages, tile: int, M: int, options: AttentionOptions
     ) -> "Plan":
-        K = pages.num_kv_heads
-        kind = "row" if tile == 1 else "rows"
-        sizes = sizes_of(pages, kind)
-        rows = tile * (q.shape[1] // K)
+        K, kind = pages.num_kv_heads, "row" if tile == 1 else "rows"
+        G, sizes = q.shape[1] // K, sizes_of(pages, kind)
+        chunk = min(tile, PACKED_SUBLANES // math.gcd(G, PACKED_SUBLANES))
         return cls(
             num_kv_heads=K,
             head_dim=pages.head_dim,
             lanes=pages.kv.shape[4],
             affine=isinstance(pages, AffinePages),
             page_size=pages.page_size,
-            group=_group(pages, rows),
-            head_rows=rows,
+            group=_group(pages, tile * G),
+            heads=G,
+            chunk=chunk,
+            num_chunks=-(-tile // chunk),
             block_tokens=block_tokens(pages, kind),
             num_buffers=sizes.num_buffers,
             groups_ahead=sizes.groups_ahead,
@@ -107,9 +115,19 @@ class Plan:
         return self.num_kv_heads // self.group
 
     @property
-    def rows(self) -> int:
-        """R, the query rows of a group, rounded up."""
+    def head_rows(self) -> int:
+        """Query rows of a chunk and KV head."""
+        return self.chunk * self.heads
+
+    @property
+    def chunk_rows(self) -> int:
+        """Query rows of a chunk and group, rounded up."""
         return round_up(self.group * self.head_rows, SUBLANES)
+
+    @property
+    def rows(self) -> int:
+        """R, the query rows of a tile and group."""
+        return self.num_chunks * self.chunk_rows
 
     @property
     def prepares_q(self) -> bool:
@@ -122,14 +140,21 @@ class Plan:
         return operands.NUM_PARTS * self.rows if self.splits else self.rows
 
     def by_group(self, x: jax.Array) -> jax.Array:
-        """Brings `[..., K, head_rows, n]` into `[..., groups, R, n]`."""
-        x = x.reshape(*x.shape[:-3], self.num_groups, self.group * self.head_rows, x.shape[-1])
-        return self._fill(x, -2, self.rows)
+        """Brings `[..., chunk, K, G, n]` into `[..., groups, chunk_rows, n]`."""
+        x = x.swapaxes(-4, -3)
+        x = x.reshape(*x.shape[:-4], self.num_groups, self.group * self.head_rows, x.shape[-1])
+        return self._fill(x, -2, self.chunk_rows)
 
     def by_head(self, x: jax.Array) -> jax.Array:
-        """The way back: `[..., K, head_rows, n]`."""
+        """The way back: `[..., K, chunk, G, n]`."""
         x = x[..., : self.group * self.head_rows, :]
-        return x.reshape(*x.shape[:-3], self.num_kv_heads, self.head_rows, x.shape[-1])
+        heads = self.num_kv_heads, self.chunk, self.heads
+        return x.reshape(*x.shape[:-3], *heads, x.shape[-1])
+
+    def queries(self) -> np.ndarray:
+        """Which query of a tile each row of a group is of, `[R, 1]` int32."""
+        chunk, row = np.divmod(np.arange(self.rows, dtype=np.int32), np.int32(self.chunk_rows))
+        return (chunk * self.chunk + row % self.head_rows // self.heads)[:, None]
 
     def pad_lanes(self, q: jax.Array) -> jax.Array:
         """Brings `[..., D]` into `[..., lanes of K's pieces]`, in which K begins."""

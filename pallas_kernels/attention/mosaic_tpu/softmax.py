@@ -8,8 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.mosaic_tpu import operands
+from pallas_kernels.attention.mosaic_tpu.fetch import TileScalars
 from pallas_kernels.attention.mosaic_tpu.parameters import Parameters, from_float16
 from pallas_kernels.attention.mosaic_tpu.plan import LOG2_E, Plan, Ref, Scalar
+from pallas_kernels.attention.mosaic_tpu.rows import Rows
+from pallas_kernels.attention.ragged import PADDING
 from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.pages import LANES
 
@@ -29,27 +32,30 @@ class Softmax:
     """
 
     plan: Plan
-    bounds: Ref
+    tile: TileScalars
+    t: Scalar
+    rows: Rows
+    queries: Ref
     buffers: Sequence[Ref]
     maximum: Ref
     total: Ref
     weighted: Ref
-    q: Ref
+    prepared: Sequence[Ref]
     factor: Sequence[Ref]
     affine: Sequence[Ref]
 
-    def begin(self, rows: Ref) -> None:
-        """Takes a tile's query rows, `[1, groups, R, lanes]`; no key yet."""
+    def begin(self) -> None:
+        """Takes a tile's query rows; no key yet."""
         for g in range(self.plan.num_groups):
-            q = self._spread(rows[0, g])
+            q = self._spread(self.rows.read(g))
             if self.plan.affine:
                 q_sum = q.astype(jnp.float32).sum(axis=1, keepdims=True)
                 self.affine[0][g] = jnp.broadcast_to(q_sum, self.maximum.shape[1:])
             if self.plan.splits:
                 q, factor = operands.split(q.astype(jnp.float32), self.plan.dtype)
                 self.factor[0][g] = jnp.broadcast_to(factor, self.maximum.shape[1:])
-            if self.plan.prepares_q:
-                self.q[g] = q
+            for prepared in self.prepared:
+                prepared[g] = q
         for minima in self.affine[1:]:
             minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
@@ -94,7 +100,7 @@ class Softmax:
                 weights = weights * self._of_rows(scales, g, 1)
             self.weighted[g] = self.weighted[g] * decay + self._weighted(slot, g, weights)
 
-    def finish(self, sink: Ref, out: Ref, lse: Ref) -> None:
+    def finish(self, sink: Ref) -> None:
         """Normalises; the sink joins the denominator here, once."""
         for g in range(self.plan.num_groups):
             m = self.maximum[g][:, :1]
@@ -105,8 +111,7 @@ class Softmax:
             weighted = self._own(self.weighted[g])
             if self.plan.affine:
                 weighted += self.affine[1][g].sum(axis=1, keepdims=True)
-            out[0, g] = (weighted * (decay / safe)).astype(out.dtype)
-            lse[0, :, g : g + 1] = m_new / LOG2_E + jnp.log(total)
+            self.rows.write(g, weighted * (decay / safe), m_new / LOG2_E + jnp.log(total))
 
     def _spread(self, rows: jax.Array) -> jax.Array:
         """Puts each row of a group where its head's keys are, and 0 elsewhere."""
@@ -166,7 +171,8 @@ class Softmax:
         self, slot: Scalar, g: int, scales: Parameters | None, minima: Parameters | None
     ) -> jax.Array:
         options = self.plan.options
-        x = self._dot(self.q[g], self._operand(slot, g, 0), 1, 1)
+        q = self.prepared[0][g] if self.plan.prepares_q else self.rows.read(g)
+        x = self._dot(q, self._operand(slot, g, 0), 1, 1)
         if self.plan.splits:
             x = operands.join(x, self.plan.dtype) * self.factor[0][g][:, :1]
         if scales is not None:
@@ -208,10 +214,13 @@ class Softmax:
 
     def _visible(self, j: Scalar) -> jax.Array:
         """Which keys of block j each row sees, `[R, block_tokens]`."""
-        bounds = self.bounds[0]
+        query = self.queries[...]
+        position = self.tile.position(self.t) + query
+        position = jnp.where(query < self.tile.queries(self.t), position, PADDING)
+        low, high = self.plan.options.bounds(position)
         R, S = self.plan.rows, self.plan.block_tokens
         key = j * S + lax.broadcasted_iota(jnp.int32, (R, S), 1)
-        return (key >= bounds[:, :1]) & (key < bounds[:, 1:])
+        return (key >= low) & (key < high)
 
     def _dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
         highest = lax.Precision.HIGHEST if self.plan.dtype == jnp.float32 else None
