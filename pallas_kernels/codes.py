@@ -41,13 +41,17 @@ def symmetric_scale(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def encode_symmetric(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Codes of `x` for given scales; what the scale does not reach is clipped."""
+    """Codes of `x` for given scales; what the scale does not reach is clipped.
+
+    No code of float8 is -0: a type with the same bits that some chips multiply has its NaN there.
+    """
     most = largest_code(dtype)
     # A cast to float8 makes NaN of what is too large, not the largest number.
     ratio = jnp.clip(finite(x) / scale, -most, most)
     if jnp.issubdtype(dtype, jnp.integer):
-        ratio = jnp.round(ratio)
-    return ratio.astype(dtype)
+        return jnp.round(ratio).astype(dtype)
+    bits = jax.lax.bitcast_convert_type(ratio.astype(dtype), jnp.uint8)
+    return jax.lax.bitcast_convert_type(jnp.where(bits == 0x80, 0, bits), dtype)
 
 
 def encode_affine(

@@ -32,7 +32,7 @@ class Simulated(BitsSuite):
 
     Attributes:
       sizes: of blocks.
-      multiplies: the chip has products of codes.
+      factor_types: of codes that the chip multiplies as they are, the types in which it does.
     """
 
     backend = "mosaic_tpu"
@@ -40,7 +40,11 @@ class Simulated(BitsSuite):
     layouts = ("paired",)
     row_options: ClassVar = {"query_tile": 64}
     sizes: ClassVar[BlockSizes]
-    multiplies: ClassVar = True
+    factor_types: ClassVar = {
+        jnp.int8: jnp.int8,
+        jnp.float8_e4m3fn: jnp.float8_e4m3b11fnuz,
+        jnp.float8_e5m2: jnp.float8_e5m2,
+    }
 
     def skip_reason(self, batch: Batch, pages: Pages) -> str | None:
         if jnp.float16 in (batch.q.dtype, pages.kv.dtype):
@@ -52,7 +56,8 @@ class Simulated(BitsSuite):
     def simulated(cls) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode(SIMULATED):
             patch.setattr(tuning, "block_sizes", lambda *_: cls.sizes)
-            patch.setattr(tuning, "multiplies", lambda _: cls.multiplies)
+            types = {jnp.dtype(codes): dtype for codes, dtype in cls.factor_types.items()}
+            patch.setattr(tuning, "factor_type", lambda codes: types.get(jnp.dtype(codes)))
             jax.clear_caches()  # of programs of other sizes
             yield
         pltpu.reset_tpu_interpret_mode_state()
@@ -96,12 +101,16 @@ class TestSmallBlocks(Simulated):
 @pytest.mark.slow
 class TestFourBuffers(Simulated):
     sizes = BlockSizes(block_tokens=128, num_buffers=4, groups_ahead=3, tile_rows=32)
-    multiplies = False
+    factor_types: ClassVar = {}
 
 
 @pytest.mark.slow
 class TestLongBlocks(Simulated):
     sizes = BlockSizes()
+    factor_types: ClassVar = {
+        jnp.float8_e4m3fn: jnp.float8_e4m3fn,
+        jnp.float8_e5m2: jnp.float8_e5m2,
+    }
 
 
 def test_every_finite_float16_comes_out_of_its_bits():

@@ -5,13 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.mosaic_tpu.operands import NUM_PARTS, join, split, step_bits
+from pallas_kernels.attention.mosaic_tpu.operands import (
+    join,
+    num_parts,
+    read_as,
+    split,
+    split_positive,
+    step_bits,
+    unit,
+)
 
-DTYPES = [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2]
+DTYPES = [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz, jnp.float8_e5m2]
 # Of the row's largest element, and of the element itself.
 ERRORS = {
     "int8": (0.5 / (127 << 14), 2**-23),  # of the element what float32 loses on the way
-    "float8_e4m3fn": (2**-22.5, 2**-12),
+    "float8_e4m3fn": (2**-19.5, 2**-8),
+    "float8_e4m3b11fnuz": (2**-19.5, 2**-8),
     "float8_e5m2": (2**-35, 2**-9),
 }
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
@@ -21,10 +30,10 @@ def whole(x: np.ndarray, dtype: type) -> np.ndarray:
     """What the parts of rows are together, summed in float64."""
     parts, factor = split(jnp.asarray(x), dtype)
     assert parts.dtype == dtype
-    assert parts.shape == (NUM_PARTS * len(x), x.shape[1])
-    units = 2.0 ** (-step_bits(dtype) * np.arange(NUM_PARTS))
+    assert parts.shape == (num_parts(dtype) * len(x), x.shape[1])
+    units = 2.0 ** (-step_bits(dtype) * np.arange(num_parts(dtype)))
     weights = units / units[-1] if dtype == jnp.int8 else units
-    parts = np.asarray(parts.astype(jnp.float32), np.float64).reshape(NUM_PARTS, *x.shape)
+    parts = np.asarray(parts.astype(jnp.float32), np.float64).reshape(num_parts(dtype), *x.shape)
     return np.tensordot(weights, parts, 1) * np.asarray(factor, np.float64)
 
 
@@ -64,3 +73,18 @@ def test_a_product_of_parts_is_the_product_of_the_whole(dtype):
     product = join(jax.lax.dot(parts, codes, preferred_element_type=sums), dtype) * factor
     want = whole(x, dtype) @ np.asarray(codes.astype(jnp.float32), np.float64)
     np.testing.assert_allclose(product, want, rtol=1e-5, atol=1e-4)
+
+
+@every_dtype
+def test_what_is_not_negative_has_the_same_parts_either_way(dtype):
+    x = jnp.asarray(np.random.default_rng(3).exponential(1.0, (8, 256)) ** 4, jnp.float32)
+    for a, b in zip(split_positive(x, dtype), split(x, dtype), strict=True):
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
+def test_codes_read_in_another_type_are_off_by_a_unit():
+    bits = np.setdiff1d(np.arange(256, dtype=np.uint8), [0x7F, 0xFF, 0x80])  # NaN and -0
+    codes = jnp.asarray(bits.reshape(-1, 1).repeat(128, 1)).view(jnp.float8_e4m3fn)
+    other = jnp.float8_e4m3b11fnuz
+    read = read_as(codes, other).astype(jnp.float32) * unit(codes.dtype, other)
+    np.testing.assert_array_equal(read, codes.astype(jnp.float32))

@@ -23,6 +23,7 @@ from pallas_kernels import (
     seal_pages,
     write_pages,
 )
+from pallas_kernels.codes import encode_symmetric, symmetric_scale
 from pallas_kernels.pages import LAYOUTS, by_layout, numbers_shape, pool_shape
 from tests.kernels.batches import naive_attention, place, random_batch
 from tests.kernels.layouts import by_tokens, stored
@@ -238,7 +239,12 @@ def check_attention(
     P, D = sizes
     dtypes = jnp.dtype(q_dtype), jnp.dtype(jnp.float32)
     batch = random_batch([21, 8, longest], [3, 1, 20], T=28, heads=(4, K), D=D, dtypes=dtypes)
-    batch = dataclasses.replace(batch, values=[magnitude * v for v in batch.values])
+    channels = np.where(np.arange(D) == 3, 1e-9, 1.0).astype(np.float32)  # codes of +0 and -0
+    batch = dataclasses.replace(
+        batch,
+        keys=[channels * k for k in batch.keys],
+        values=[magnitude * channels * v for v in batch.values],
+    )
     placed = place(batch, P=P, M=-(-longest // P), layout=layout)
     num_pages = placed.pages.num_pages
     whole = np.nan_to_num(np.asarray(placed.pages.kv))
@@ -301,6 +307,13 @@ def test_pages_whose_parts_do_not_fit_are_refused(change, message):
     pages = dataclasses.replace(empty("int8", "token_major"), **change)
     with pytest.raises(ValueError, match=message):
         copy_pages(pages, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_no_code_of_float8_is_minus_zero(dtype):
+    x = jnp.asarray([[-1.0, -1e-12, -0.0, 0.0, 1e-12, 1.0]], jnp.float32)
+    got = np.asarray(encode_symmetric(x, symmetric_scale(x, dtype), dtype)).view(np.uint8)
+    assert 0x80 not in got and (got[:, 1:5] == 0).all() and (got[:, ::5] != 0).all()
 
 
 def test_pages_that_are_written_whole_take_no_tokens():

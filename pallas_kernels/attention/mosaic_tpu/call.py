@@ -178,14 +178,22 @@ def _call(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel over the tiles in use."""
     groups, R = plan.num_groups, plan.rows
-    pools = list(pages.paged.values())
-    of_block = plan.num_buffers, plan.pages_per_block
+    # A pool that fits would be brought into fast memory whole, at each step.
+    pools = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pages.paged.values()]
     out = jax.ShapeDtypeStruct((*q.shape[:3], plan.out_lanes), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], plan.chunk_rows, groups), jnp.float32)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
 
     def two_tiles(x: jax.Array | jax.ShapeDtypeStruct) -> Ref:
         return pltpu.VMEM((2, plan.num_chunks, *x.shape[1:]), x.dtype)
+
+    def buffer(pool: jax.Array) -> Ref:
+        """Of the keys of a head side by side, or of a page's parameters as they are."""
+        if pool is pools[0]:
+            block = *pool.shape[1:3], plan.block_tokens, plan.lanes
+        else:
+            block = plan.pages_per_block, *pool.shape[1:]
+        return pltpu.VMEM((plan.num_buffers, *block), pool.dtype)
 
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -200,7 +208,7 @@ def _call(
             [two_tiles(q), two_tiles(out), two_tiles(lse)],
             pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
             pltpu.SMEM((3,), jnp.int32),
-            [pltpu.VMEM((*of_block, *pool.shape[1:]), pool.dtype) for pool in pools],
+            [buffer(pool) for pool in pools],
             pltpu.VMEM((groups, R, LANES), jnp.float32),
             pltpu.VMEM((groups, R, LANES), jnp.float32),
             pltpu.VMEM((groups, R, plan.group * plan.out_lanes), jnp.float32),

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention.mosaic_tpu.plan import Plan, Ref, Scalar
 
+REGISTER_ROWS = 32  # of one-byte numbers
 FIELDS = (
     "seq",
     "first",
@@ -115,22 +116,9 @@ class Fetch:
         low, high = self._pages(t, j)
         pl.when(low < high)(lambda: self._wait(k, high - low))
         slot = self._slot(k)
-        # Of the block's tokens [start, end) are seen; what is not may be NaN, and 0 * NaN is NaN.
-        P, S = jnp.int32(self.plan.page_size), self.plan.block_tokens
+        S = self.plan.block_tokens
         start = jnp.clip(self.tile.low(t) - j * S, 0, S)
-        end = jnp.clip(self.tile.high(t) - j * S, start, S)
-
-        def blank(i: Scalar, _: None) -> None:
-            for buffer in self.buffers:
-                page = buffer[slot, i]
-                axis = 2 if buffer is self.buffers[0] else 1
-                token = lax.broadcasted_iota(jnp.int32, page.shape, axis)
-                token = i * P + lax.rem(token, P)  # a row has numbers of several heads
-                seen = (token >= start) & (token < end)
-                buffer[slot, i] = jnp.where(seen, page, jnp.zeros_like(page))
-
-        lax.fori_loop(0, lax.div(start + P - 1, P), blank, None)
-        lax.fori_loop(lax.div(end, P), self.plan.pages_per_block, blank, None)
+        self._blank(slot, start, jnp.clip(self.tile.high(t) - j * S, start, S))
         return slot
 
     def wait_whole(self, k: Scalar) -> Scalar:
@@ -141,9 +129,38 @@ class Fetch:
     def _wait(self, k: Scalar, num_pages: Scalar) -> None:
         """Waits for so many pages of block number k: it is their bytes that count."""
         slot = self._slot(k)
-        for buffer in self.buffers:
-            pages = buffer.at[slot, pl.ds(0, num_pages)]
-            pltpu.make_async_copy(pages, pages, self.pages_arrived.at[slot]).wait()
+        keys, *parameters = self.buffers
+        places = [self._keys(keys, slot, 0, num_pages)]
+        places += [numbers.at[slot, pl.ds(0, num_pages)] for numbers in parameters]
+        for place in places:
+            pltpu.make_async_copy(place, place, self.pages_arrived.at[slot]).wait()
+
+    def _blank(self, slot: Scalar, start: Scalar, end: Scalar) -> None:
+        """Zeros what is outside of the tokens [start, end) of a block: it is not seen and may be
+        NaN, and 0 * NaN is NaN."""
+        (keys, *parameters), P = self.buffers, jnp.int32(self.plan.page_size)
+
+        def outside(step: Scalar, place: Callable[[Scalar], Ref], axis: int) -> None:
+            def blank(i: Scalar, _: None) -> None:
+                part = place(i)
+                values = part[...]
+                token = lax.broadcasted_iota(jnp.int32, values.shape, axis)
+                token = i * step + lax.rem(token, step)  # a row has numbers of several heads
+                seen = (token >= start) & (token < end)
+                part[...] = jnp.where(seen, values, jnp.zeros_like(values))
+
+            lax.fori_loop(0, lax.div(start + step - 1, step), blank, None)
+            lax.fori_loop(lax.div(end, step), self.plan.block_tokens // step, blank, None)
+
+        rows = jnp.int32(REGISTER_ROWS)
+        outside(rows, lambda i: keys.at[slot, :, :, pl.ds(i * rows, REGISTER_ROWS)], 2)
+        for numbers in parameters:
+            outside(P, lambda i, numbers=numbers: numbers.at[slot, i], 1)
+
+    def _keys(self, buffer: Ref, slot: Scalar, page: Scalar, count: Scalar) -> Ref:
+        """The keys of so many pages of a block."""
+        P = self.plan.page_size
+        return buffer.at[slot, :, :, pl.ds(page * P, count * P)]
 
     def _slot(self, number: Scalar) -> Scalar:
         return number & (self.plan.num_buffers - 1)
@@ -158,11 +175,11 @@ class Fetch:
     def _page(self, t: Scalar, j: Scalar, k: Scalar, i: Scalar) -> None:
         """Starts page i of block j of tile t, number k."""
         slot = self._slot(k)
-        place = self._slot(t) * self.plan.table_width + j * self.plan.pages_per_block + i
-        page = self.ids[place]
-        for pool, buffer in zip(self.pools, self.buffers, strict=True):
-            arrived = self.pages_arrived.at[slot]
-            pltpu.make_async_copy(pool.at[page], buffer.at[slot, i], arrived).start()
+        index = self._slot(t) * self.plan.table_width + j * self.plan.pages_per_block + i
+        page, (keys, *parameters) = self.ids[index], self.buffers
+        places = [self._keys(keys, slot, i, 1), *(numbers.at[slot, i] for numbers in parameters)]
+        for pool, place in zip(self.pools, places, strict=True):
+            pltpu.make_async_copy(pool.at[page], place, self.pages_arrived.at[slot]).start()
 
     def _ids(self, t: Scalar) -> Any:
         width, slot = self.plan.table_width, self._slot(t)

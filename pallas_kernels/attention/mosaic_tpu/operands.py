@@ -1,6 +1,7 @@
 """Factors of products with codes, in types that a TPU's matrix units take.
 
     split, join    a float factor as a sum of several in the codes' own type, a row each
+    read_as        codes in a type that the chip multiplies
     halve          one of the two codes of each byte
 
 Rows are few where they are split, so that parts cost little, and codes need no conversion. Each
@@ -14,12 +15,19 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-NUM_PARTS = 3
+
+_E4M3 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3b11fnuz)
+
+
+def num_parts(dtype: DTypeLike) -> int:
+    """Parts that a factor is split into: no fewer bits than bfloat16 has, and all small numbers
+    beside a large one that a sum over a block may need."""
+    return 2 if dtype in _E4M3 else 3
 
 
 def step_bits(dtype: DTypeLike) -> int:
-    """Bits by which each part is finer than the one before it, all that it holds itself."""
-    return 7 if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).nmant + 1
+    """Bits by which each part is finer than the one before it."""
+    return 7 if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).nmant
 
 
 def split(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -27,37 +35,33 @@ def split(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
 
     Args:
       x: `[..., R, n]` float32.
-      dtype: int8, which keeps 22 bits of the largest element; or float8, which keeps 12 (e4m3) or 9
-        (e5m2) of each element, and of what is far smaller than the largest one an error of 2^-23
-        (e4m3) or 2^-36 of it.
+      dtype: int8, which keeps 22 bits of the largest element; or float8, which keeps 8 (e4m3) or 9
+        (e5m2) of each element, and of what is far smaller than the largest one an error of 2^-19
+        (e4m3) or 2^-35 of it.
 
     Returns:
-      `[..., NUM_PARTS * R, n]`, all first parts before all second ones, and a factor a row,
+      `[..., num_parts * R, n]`, all first parts before all second ones, and a factor a row,
       `[..., R, 1]`: x is `join` of the parts times the factor.
     """
-    is_int, bits = jnp.issubdtype(dtype, jnp.integer), step_bits(dtype)
-    coarsest = bits * (NUM_PARTS - 1)
-    largest = float(127 << coarsest) if is_int else float(jnp.finfo(dtype).max)
-    factor = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), 1e-30) / largest
-    x = x * (1 / factor)
-    if is_int:
-        rest, parts = jnp.round(x).astype(jnp.int32), []
-        for unit in range(coarsest, 0, -bits):
-            parts.append((rest + (1 << unit - 1)) >> unit)
-            rest = rest - (parts[-1] << unit)
-        return jnp.concatenate([*parts, rest], axis=-2).astype(dtype), factor
-    parts = []
-    for _ in range(NUM_PARTS):
-        code, value = _round(x, dtype)
-        parts.append(code)
-        x = (x - value) * 2.0**bits
-    code = jnp.concatenate(parts, axis=-2).astype(jnp.int8)
-    return lax.bitcast_convert_type(code, dtype), factor
+    if jnp.issubdtype(dtype, jnp.integer):
+        return _split_integers(x, dtype)
+    sign = lax.bitcast_convert_type(x, jnp.int32) >> 24 & 0x80
+    codes, factor = _split_sizes(jnp.abs(x), dtype)
+    codes = [jnp.where(code > 0, code | sign, 0) for code in codes]  # some types have no -0
+    return _join_codes(codes, dtype), factor
+
+
+def split_positive(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """`split` of what is not negative, in fewer instructions."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return _split_integers(x, dtype)
+    codes, factor = _split_sizes(x, dtype)
+    return _join_codes(codes, dtype), factor
 
 
 def join(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """What a linear function of parts in `dtype`, `[..., NUM_PARTS * R, n]`, is of their sum."""
-    first, *others = jnp.split(x.astype(jnp.float32), NUM_PARTS, axis=-2)
+    """What a linear function of parts in `dtype`, `[..., num_parts * R, n]`, is of their sum."""
+    first, *others = jnp.split(x.astype(jnp.float32), num_parts(dtype), axis=-2)
     unit = 2.0 ** step_bits(dtype)
     if jnp.issubdtype(dtype, jnp.integer):  # in units of the last part
         for part in others:
@@ -66,18 +70,65 @@ def join(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return sum((part * unit**-n for n, part in enumerate(others, start=1)), first)
 
 
-def _round(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Bits of float8, and their values; 0 where there is no implicit leading 1. Not a conversion,
-    which takes many instructions on most chips."""
-    info = jnp.finfo(dtype)
-    dropped = 23 - info.nmant
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    kept = (bits + (1 << dropped - 1)) >> dropped << dropped
-    least = np.float32(info.smallest_normal).view(np.int32) - (1 << 23)  # exponent 0 of float8
-    size = (kept & 0x7FFFFFFF) - int(least)
-    is_normal = size >= 1 << 23
-    code = jnp.where(is_normal, size >> dropped | (bits >> 24 & 0x80), 0)
-    return code, jnp.where(is_normal, lax.bitcast_convert_type(kept, jnp.float32), 0.0)
+def _split_integers(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    bits = step_bits(dtype)
+    coarsest = bits * (num_parts(dtype) - 1)
+    factor = _factor(jnp.abs(x), float(127 << coarsest))
+    rest, parts = jnp.round(x * (1 / factor)).astype(jnp.int32), []
+    for unit in range(coarsest, 0, -bits):
+        parts.append((rest + (1 << unit - 1)) >> unit)
+        rest = rest - (parts[-1] << unit)
+    return jnp.concatenate([*parts, rest], axis=-2).astype(dtype), factor
+
+
+def _split_sizes(x: jax.Array, dtype: DTypeLike) -> tuple[list[jax.Array], jax.Array]:
+    """Parts of rows without a sign, as the bits of float8 in int32, by arithmetic on float32's:
+    conversions take many instructions on most chips.
+
+    All parts but the last are cut off, so that no rest is negative; the last is the nearest.
+    """
+    info, count = jnp.finfo(dtype), num_parts(dtype)
+    factor = _factor(x, float(info.max))
+    x, dropped, codes = x * (1 / factor), 23 - info.nmant, []
+    for n in range(count):
+        least = float(info.smallest_normal) * 2.0 ** (-n * step_bits(dtype))
+        least_bits, one = int(np.float32(least).view(np.int32)), 1 << 23  # of the exponent
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        if n + 1 == count:
+            half = 1 << dropped - 1
+            small = lax.bitcast_convert_type(x + least, jnp.int32)  # without an implicit 1
+            small, normal = small + (half - least_bits), bits + (half - least_bits + one)
+            codes.append(jnp.where(x >= least, normal, small) >> dropped)
+        else:
+            kept = jnp.where(x >= least, bits & -(1 << dropped), 0)
+            codes.append(jnp.maximum(kept - (least_bits - one), 0) >> dropped)
+            x = x - lax.bitcast_convert_type(kept, jnp.float32)
+    return codes, factor
+
+
+def _factor(sizes: jax.Array, largest: float) -> jax.Array:
+    """By which a row is divided so that its largest element becomes `largest`."""
+    return jnp.maximum(sizes.max(axis=-1, keepdims=True), 1e-30) / largest
+
+
+def _join_codes(codes: list[jax.Array], dtype: DTypeLike) -> jax.Array:
+    code = jnp.concatenate(codes, axis=-2).astype(jnp.int8)
+    return lax.bitcast_convert_type(code, dtype)
+
+
+def unit(codes: DTypeLike, dtype: DTypeLike) -> float:
+    """What numbers of `dtype` that codes are read as are to be multiplied by."""
+    codes, dtype = jnp.dtype(codes), jnp.dtype(dtype)
+    if codes != dtype and codes in _E4M3 and dtype in _E4M3:
+        return float(jnp.finfo(codes).smallest_normal) / float(jnp.finfo(dtype).smallest_normal)
+    return 1.0
+
+
+def read_as(codes: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Codes as numbers of `dtype`, up to a factor of `unit`."""
+    if unit(codes.dtype, dtype) != 1.0:
+        return lax.bitcast_convert_type(codes, dtype)
+    return codes.astype(dtype)
 
 
 def halve(rows: jax.Array, half: int) -> jax.Array:

@@ -40,6 +40,7 @@ class Plan:
       num_buffers, groups_ahead: see `BlockSizes`.
       table_width: page ids of a sequence, rounded up.
       dtype: of the factors of products; of one byte, q and weights are split (`operands`).
+      unit: what codes are multiplied by, as numbers of `dtype`.
       options: of the call.
     """
 
@@ -57,6 +58,7 @@ class Plan:
     groups_ahead: int
     table_width: int
     dtype: jnp.dtype
+    unit: float
     options: AttentionOptions
 
     @classmethod
@@ -65,6 +67,7 @@ class Plan:
     ) -> "Plan":
         K, kind = pages.num_kv_heads, "row" if tile == 1 else "rows"
         G, sizes = q.shape[1] // K, sizes_of(pages, kind)
+        factors = _factors(q, pages, kind)
         chunk = min(tile, PACKED_SUBLANES // math.gcd(G, PACKED_SUBLANES))
         return cls(
             num_kv_heads=K,
@@ -80,7 +83,8 @@ class Plan:
             num_buffers=sizes.num_buffers,
             groups_ahead=sizes.groups_ahead,
             table_width=round_up(M, 1024),
-            dtype=jnp.dtype(_factors(q, pages, kind)),
+            dtype=jnp.dtype(factors),
+            unit=operands.unit(pages.kv.dtype, factors),
             options=options,
         )
 
@@ -137,7 +141,7 @@ class Plan:
     @property
     def q_rows(self) -> int:
         """Of q as a factor of products, in its parts."""
-        return operands.NUM_PARTS * self.rows if self.splits else self.rows
+        return operands.num_parts(self.dtype) * self.rows if self.splits else self.rows
 
     def by_group(self, x: jax.Array) -> jax.Array:
         """Brings `[..., chunk, K, G, n]` into `[..., groups, chunk_rows, n]`."""
@@ -184,7 +188,8 @@ def _factors(q: jax.Array, pages: KernelPages, tile: Tile) -> DTypeLike:
         return jnp.float32
     codes = jnp.int8 if isinstance(pages, AffinePages) else pages.kv.dtype
     # Many rows are worth the conversion of a block's codes, and cost more in parts.
-    return codes if tile == "row" and tuning.multiplies(codes) else jnp.bfloat16
+    as_they_are = tuning.factor_type(codes) if tile == "row" else None
+    return as_they_are or jnp.bfloat16
 
 
 def block_tokens(pages: KernelPages, tile: Tile) -> int:

@@ -53,7 +53,7 @@ class Softmax:
                 self.affine[0][g] = jnp.broadcast_to(q_sum, self.maximum.shape[1:])
             if self.plan.splits:
                 q, factor = operands.split(q.astype(jnp.float32), self.plan.dtype)
-                self.factor[0][g] = jnp.broadcast_to(factor, self.maximum.shape[1:])
+                self.factor[0][g] = jnp.broadcast_to(factor * self.plan.unit, self.maximum.shape[1:])
             for prepared in self.prepared:
                 prepared[g] = q
         for minima in self.affine[1:]:
@@ -140,13 +140,12 @@ class Softmax:
     def _operand(self, slot: Scalar, g: int, kv_index: int) -> jax.Array:
         """The pieces with K, or V, of a group's heads, side by side: `[block_tokens, ...]`."""
         plan, buffer = self.plan, self.buffers[0]
-        shape = plan.block_tokens, plan.lanes
 
         def read(h: int, x: int) -> jax.Array:
-            rows = buffer[slot, :, h, x]
+            rows = buffer[slot, h, x]
             if plan.affine:
                 rows = operands.halve(rows, kv_index)
-            return rows.astype(plan.dtype).reshape(shape)
+            return operands.read_as(rows, plan.dtype)
 
         pieces = [
             read(h, x)
@@ -201,8 +200,9 @@ class Softmax:
         """What a block's keys add of V, by weight: `[R, group * out_lanes]`."""
         v = self._operand(slot, g, 1)
         if self.plan.splits:
-            weights, factor = operands.split(weights, self.plan.dtype)
-            return operands.join(self._dot(weights, v, 1, 0), self.plan.dtype) * factor
+            weights, factor = operands.split_positive(weights, self.plan.dtype)
+            weighted = operands.join(self._dot(weights, v, 1, 0), self.plan.dtype)
+            return weighted * (factor * self.plan.unit)
         return self._dot(weights.astype(self.plan.dtype), v, 1, 0)
 
     def _add_minima(self, g: int, weighted: jax.Array, decay: jax.Array) -> None:

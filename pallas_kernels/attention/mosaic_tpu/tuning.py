@@ -60,14 +60,17 @@ def vmem_bytes() -> int:
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 16 << 20
 
 
-def multiplies(dtype: DTypeLike) -> bool:
-    """The chip that is compiled for has products of this type of one byte."""
+def factor_type(codes: DTypeLike) -> DTypeLike | None:
+    """The type in which the chip that is compiled for multiplies codes of one byte as they are;
+    None if it does not."""
     if not pltpu.is_tpu_device():
-        return False
+        return None
     info = pltpu.get_tpu_info()
-    if jnp.issubdtype(dtype, jnp.integer):
-        return info.int8_ops_per_second > 0
-    return info.generation >= 5
+    if jnp.issubdtype(codes, jnp.integer):
+        return codes if info.int8_ops_per_second > 0 else None
+    if codes == jnp.float8_e4m3fn and info.generation < 7:
+        codes = jnp.float8_e4m3b11fnuz  # the same bits, four exponents lower
+    return codes if info.generation >= 5 else None
 
 
 def _chip() -> str:
