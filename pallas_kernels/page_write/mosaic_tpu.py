@@ -74,6 +74,7 @@ def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P
 
 def _copy(array: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     """Copies pages; a target < 0 stands for none."""
+    array = pltpu.with_memory_space_constraint(array, pltpu.HBM)
     held = jax.ShapeDtypeStruct((source.size, *array.shape[1:]), array.dtype)
     copied, _ = pl.pallas_call(
         _copy_kernel,
@@ -146,6 +147,7 @@ def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Arr
     if array.ndim == 5:  # pieces of rows are like heads
         array = array.reshape(shape[0], -1, *shape[3:])
         rows = rows.reshape(rows.shape[0], -1, shape[4])
+    array = pltpu.with_memory_space_constraint(array, pltpu.HBM)
     N, C, width, *rest = array.shape
     size = PIECE if rest and P % PIECE == 0 else P
     pieces = _Pieces.of(slots, size, N * P)

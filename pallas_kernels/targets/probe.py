@@ -21,6 +21,7 @@ from pallas_kernels.targets.tpu import TPU_TARGETS, TpuTarget
 if TYPE_CHECKING:
     from pallas_kernels.targets.cases import Case, Shape
 
+_COPY = re.compile(r" = \(?\w+\[([\d,]*)\].* copy(?:-start)?\(%")
 _CALL = re.compile(r"\s*(?:ROOT )?%?ragged_paged_attention")
 
 
@@ -39,6 +40,7 @@ class Row(NamedTuple):
       vmem_bytes: of the core's fast memory, that the kernel takes.
       alias_bytes, pool_bytes: of the pool that the step updates in place; and of the pool.
       temp_bytes: that the program takes besides.
+      copied_bytes: of arrays of the pool, or as large, that the program moves whole.
     """
 
     kernel: str
@@ -56,6 +58,7 @@ class Row(NamedTuple):
     alias_bytes: int | None = None
     pool_bytes: int | None = None
     temp_bytes: int | None = None
+    copied_bytes: int | None = None
 
 
 def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
@@ -138,6 +141,7 @@ def measure(target: TpuTarget, kernel: str, name: str, folder: Path) -> Row:
         alias_bytes=memory.alias_size_in_bytes,
         pool_bytes=case.pool_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        copied_bytes=_copied_bytes(compiled.as_text(), case.arguments[0]),
     )
 
 
@@ -166,6 +170,17 @@ def compile_case(
         raise
     except Exception as error:  # whatever a compiler throws is the reason
         return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def _copied_bytes(program: str, pool: Any) -> int:
+    """Of copies, into fast memory too, that have the shape of an array of the pool."""
+    import jax
+
+    sizes = {
+        ",".join(map(str, array.shape)): array.size * array.dtype.itemsize
+        for array in jax.tree.leaves(pool)
+    }
+    return sum(sizes.get(shape, 0) for shape in _COPY.findall(program))
 
 
 def _vmem_bytes(program: str) -> int | None:

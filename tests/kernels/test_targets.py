@@ -30,6 +30,7 @@ def check(row: Row) -> None:
     # XLA brings rows that fill no registers into another layout at each step.
     if 2 * shape.D % 128 == 0:
         assert row.temp_bytes is not None and row.temp_bytes < row.pool_bytes / 4
+        assert row.copied_bytes == 0
     assert row.vmem_bytes is not None and 0 < row.vmem_bytes < 128 << 20
 
 
