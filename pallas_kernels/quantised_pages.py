@@ -28,7 +28,7 @@ class SymmetricPages(Interleaved):
     """Pages of int8 or float8 codes: `x = code * scale`.
 
     Attributes:
-      kv: codes, shaped as in `Pages`.
+      kv: codes, shaped as in `Pages`; of float8 never -0 (`codes.encode_symmetric`).
       scales: float32, `[N, P, 2K]` when token-major, `[N, 2K, P]` when head-major, and when paired
         the same in rows of 128 (`pages.numbers_shape`); `[2K]` where they are fixed, measured
         beforehand.

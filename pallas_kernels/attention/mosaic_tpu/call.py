@@ -52,7 +52,6 @@ from pallas_kernels.attention.mosaic_tpu.softmax import Softmax
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.attention.tiles import Tiles, attend_by_length
-from pallas_kernels.pages import LANES
 from pallas_kernels.quantised_pages import AnyPages, times_fixed_scales
 
 MAX_TABLE_WIDTH = 1 << 16  # page ids of a sequence: two rows of them must fit into SMEM
@@ -183,18 +182,6 @@ def _call(
     out = jax.ShapeDtypeStruct((*q.shape[:3], plan.out_lanes), out_dtype)
     lse = jax.ShapeDtypeStruct((q.shape[0], plan.chunk_rows, groups), jnp.float32)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-
-    def two_tiles(x: jax.Array | jax.ShapeDtypeStruct) -> Ref:
-        return pltpu.VMEM((2, plan.num_chunks, *x.shape[1:]), x.dtype)
-
-    def buffer(pool: jax.Array) -> Ref:
-        """Of the keys of a head side by side, or of a page's parameters as they are."""
-        if pool is pools[0]:
-            block = *pool.shape[1:3], plan.block_tokens, plan.lanes
-        else:
-            block = plan.pages_per_block, *pool.shape[1:]
-        return pltpu.VMEM((plan.num_buffers, *block), pool.dtype)
-
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(tiles.num_live,),
@@ -205,18 +192,9 @@ def _call(
         ],
         out_specs=[hbm, hbm],
         scratch_shapes=[
-            [two_tiles(q), two_tiles(out), two_tiles(lse)],
-            pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
-            pltpu.SMEM((3,), jnp.int32),
-            [buffer(pool) for pool in pools],
-            pltpu.VMEM((groups, R, LANES), jnp.float32),
-            pltpu.VMEM((groups, R, LANES), jnp.float32),
-            pltpu.VMEM((groups, R, plan.group * plan.out_lanes), jnp.float32),
-            plan.prepares_q
-            * [pltpu.VMEM((groups, plan.q_rows, plan.group * q.shape[3]), plan.dtype)],
-            plan.splits * [pltpu.VMEM((groups, R, LANES), jnp.float32)],
-            2 * plan.affine * [pltpu.VMEM((groups, R, LANES), jnp.float32)],
-            *[pltpu.SemaphoreType.DMA((n,)) for n in (2, 2, plan.num_buffers, plan.num_buffers)],
+            Rows.scratch(plan, q, out, lse),
+            Fetch.scratch(plan, pools),
+            Softmax.scratch(plan, q.shape[3]),
         ],
     )
     return pl.pallas_call(
@@ -239,23 +217,19 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """One tile of query rows."""
-    queries, sink, q, table, *others = refs
-    *pools, out, lse, tiles, ids, cursor, buffers, maximum, total, weighted = others[:-7]
-    prepared, factor, affine, q_in, out_out, ids_in, pages_in = others[-7:]
+    queries, sink, q, table, *pools, out, lse, of_rows, of_fetch, of_softmax = refs
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = TileScalars(scalars, count)
-    rows = Rows(plan, tile, t, q, (out, lse), tiles[0], tuple(tiles[1:]), q_in, out_out)
-    fetch = Fetch(plan, tile, table, pools, ids, cursor, buffers, ids_in, pages_in)
-    softmax = Softmax(
-        plan, tile, t, rows, queries, buffers, maximum, total, weighted, prepared, factor, affine
-    )
+    rows = Rows(plan, tile, t, q, (out, lse), *of_rows)
+    fetch = Fetch(plan, tile, table, pools, *of_fetch)
+    softmax = Softmax(plan, tile, t, rows, queries, fetch.buffers, *of_softmax)
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
     rows.wait()
     softmax.begin()
     first, last = tile.first(t), tile.last(t)
     fast_first, fast_last = tile.fast_first(t), tile.fast_last(t)
-    number = cursor[0] - first  # of block 0, counted over all tiles
+    number = fetch.cursor[0] - first  # of block 0, counted over all tiles
 
     def general(j: jax.Array, _: None) -> None:
         fetch.start_next(number + j + ahead)
@@ -270,7 +244,7 @@ def _kernel(
     lax.fori_loop(fast_first, fast_last, fast, None)
     pl.when(fast_last > fast_first)(lambda: fetch.move_behind(t, fast_last + ahead - 1))
     lax.fori_loop(fast_last, last, general, None)
-    cursor[0] = number + last
+    fetch.cursor[0] = number + last
     rows.make_room()
     softmax.finish(sink)
     rows.store()

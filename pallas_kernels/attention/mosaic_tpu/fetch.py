@@ -49,6 +49,9 @@ class Fetch:
     Blocks are numbered over all tiles, and number k goes to buffer `k % num_buffers`. The cursor
     outlives a grid step: number of blocks consumed before this tile, then tile and block to fetch
     next.
+
+    Buffers hold a block's keys, those of a head side by side, `[num_buffers, K, X, block_tokens,
+    L]`; and, of codes, the parameters of its pages as they are.
     """
 
     plan: Plan
@@ -60,6 +63,23 @@ class Fetch:
     buffers: Sequence[Ref]
     ids_arrived: Ref
     pages_arrived: Ref
+
+    @staticmethod
+    def scratch(plan: Plan, pools: Sequence[jax.Array]) -> list[Any]:
+        """Of the last five attributes."""
+        kv, *parameters = pools
+        blocks = [(*kv.shape[1:3], plan.block_tokens, plan.lanes)]
+        blocks += [(plan.pages_per_block, *x.shape[1:]) for x in parameters]
+        return [
+            pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
+            pltpu.SMEM((3,), jnp.int32),
+            [
+                pltpu.VMEM((plan.num_buffers, *block), pool.dtype)
+                for block, pool in zip(blocks, pools, strict=True)
+            ],
+            pltpu.SemaphoreType.DMA((plan.num_buffers,)),
+            pltpu.SemaphoreType.DMA((plan.num_buffers,)),
+        ]
 
     def begin(self) -> None:
         """Before the first tile."""

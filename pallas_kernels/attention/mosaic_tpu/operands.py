@@ -15,7 +15,6 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3b11fnuz)
 
 

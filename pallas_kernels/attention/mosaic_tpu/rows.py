@@ -4,6 +4,7 @@ Rows lie there in chunks of whole registers. A tile takes as many as its queries
 short sequence takes no more room than its queries; what is left of the tile is some earlier one's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,19 @@ class Rows:
     tile: TileScalars
     t: Scalar
     q: Ref
-    results: tuple[Ref, Ref]
+    results: Sequence[Ref]
     q_buffer: Ref
-    buffers: tuple[Ref, Ref]
+    buffers: Sequence[Ref]
     arrived: Ref
     left: Ref
+
+    @staticmethod
+    def scratch(plan: Plan, q: jax.Array, *results: jax.ShapeDtypeStruct) -> list[Any]:
+        """Of the last four attributes."""
+        q_buffer, *buffers = (
+            pltpu.VMEM((2, plan.num_chunks, *x.shape[1:]), x.dtype) for x in (q, *results)
+        )
+        return [q_buffer, buffers, pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA((2,))]
 
     def wait(self) -> None:
         """Waits for the tile's rows; starts those of the next one."""

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention.mosaic_tpu import operands
 from pallas_kernels.attention.mosaic_tpu.fetch import TileScalars
@@ -25,10 +28,11 @@ class Softmax:
     which q is 0 where another head's keys are, and of what a row takes of all their V its own
     head's part counts in the end.
 
-    `q` is so laid out; where products are taken in the type of codes it is in parts, which `factor`
-    multiplies (`operands.split`). `total` keeps a partial sum a lane, `maximum` and `factor` the
-    same value in all lanes. Where codes have a minimum, `affine` holds the sum of a row's q, by
-    which K's minima multiply, in all lanes, and the sum of V's minima by weight, in parts a lane.
+    `prepared` is q so laid out, where that is needed; where products are taken in the type of codes
+    it is in parts, which `factor` multiplies (`operands.split`). `total` keeps a partial sum a
+    lane, `maximum` and `factor` the same value in all lanes. Where codes have a minimum, `affine`
+    holds the sum of a row's q, by which K's minima multiply, in all lanes, and the sum of V's
+    minima by weight, in parts a lane.
     """
 
     plan: Plan
@@ -44,6 +48,23 @@ class Softmax:
     factor: Sequence[Ref]
     affine: Sequence[Ref]
 
+    @staticmethod
+    def scratch(plan: Plan, q_lanes: int) -> list[Any]:
+        """Of the last six attributes, for q of so many lanes."""
+
+        def of_groups(rows: int, lanes: int, dtype: DTypeLike = jnp.float32) -> Any:
+            return pltpu.VMEM((plan.num_groups, rows, lanes), dtype)
+
+        of_rows = of_groups(plan.rows, LANES)
+        return [
+            of_rows,
+            of_rows,
+            of_groups(plan.rows, plan.group * plan.out_lanes),
+            plan.prepares_q * [of_groups(plan.q_rows, plan.group * q_lanes, plan.dtype)],
+            plan.splits * [of_rows],
+            2 * plan.affine * [of_rows],
+        ]
+
     def begin(self) -> None:
         """Takes a tile's query rows; no key yet."""
         for g in range(self.plan.num_groups):
@@ -53,7 +74,9 @@ class Softmax:
                 self.affine[0][g] = jnp.broadcast_to(q_sum, self.maximum.shape[1:])
             if self.plan.splits:
                 q, factor = operands.split(q.astype(jnp.float32), self.plan.dtype)
-                self.factor[0][g] = jnp.broadcast_to(factor * self.plan.unit, self.maximum.shape[1:])
+                self.factor[0][g] = jnp.broadcast_to(
+                    factor * self.plan.unit, self.maximum.shape[1:]
+                )
             for prepared in self.prepared:
                 prepared[g] = q
         for minima in self.affine[1:]:
