@@ -194,7 +194,7 @@ def _call(
         scratch_shapes=[
             Rows.scratch(plan, q, out, lse),
             Fetch.scratch(plan, pools),
-            Softmax.scratch(plan, q.shape[3]),
+            Softmax.scratch(plan, q.shape[3], len(pools) > 1),
         ],
     )
     return pl.pallas_call(

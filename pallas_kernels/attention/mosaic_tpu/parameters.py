@@ -7,8 +7,7 @@ Small pages have them in rows of LANES, each with P of several heads (`pages.num
     ..                                      ..
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,43 +19,36 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.pages import LANES
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """A number a head and key; heads are those of K and V by turns.
+def by_head(pages: Any, page_size: int) -> list[jax.Array]:
+    """Numbers of a block's pages, a ref of `[2K, P]` each, or the same in rows of LANES.
 
-    Attributes:
-      arrays: n of them, by turns of the head: for each LANES keys `[rows, LANES]`, one below the
-        other.
-      rows: 2K / n.
+    Returns:
+      n arrays of the heads by turns, which are those of K and V by turns: each has, for LANES keys
+      at a time, `[2K / n, LANES]`, one below the other.
     """
-
-    arrays: Sequence[jax.Array]
-    rows: int
-
-    @classmethod
-    def read(cls, pages: Any, page_size: int) -> "Parameters":
-        """Those of pages in turn, a ref of `[2K, P]` each, or the same in rows of LANES."""
-        count, rows, width = pages.shape
-        if width != LANES:
-            joined = jnp.concatenate([pages[i] for i in range(count)], axis=1)
-            return cls([jnp.concatenate(jnp.split(joined, joined.shape[1] // LANES, 1), 0)], rows)
-        n = LANES // page_size
-        arrays = [pages[pl.ds(c, count // n, stride=n)].reshape(-1, LANES) for c in range(n)]
-        return cls(_exchange(arrays, page_size), rows)
-
-    def map(self, function: Callable[[jax.Array], jax.Array]) -> "Parameters":
-        """The same of each number."""
-        return Parameters([function(array) for array in self.arrays], self.rows)
-
-    def of(self, head: int) -> jax.Array:
-        """Those of one head, `[1, block_tokens]`."""
-        row, which = divmod(head, len(self.arrays))
-        array = self.arrays[which]
-        parts = [array[i : i + 1] for i in range(row, array.shape[0], self.rows)]
-        return jnp.concatenate(parts, axis=1)
+    count, _, width = pages.shape
+    if width != LANES:
+        joined = jnp.concatenate([pages[i] for i in range(count)], axis=1)
+        return [jnp.concatenate(jnp.split(joined, joined.shape[1] // LANES, 1), 0)]
+    n = LANES // page_size
+    arrays = [pages[pl.ds(c, count // n, stride=n)].reshape(-1, LANES) for c in range(n)]
+    return _exchange(arrays, page_size)
 
 
-def _exchange(rows: Sequence[jax.Array], width: int) -> Sequence[jax.Array]:
+def store(arrays: Sequence[jax.Array], numbers: Any) -> None:
+    """Puts what `by_head` returns into a ref of `[block_tokens / LANES, 2K, LANES]`."""
+    n, (count, heads, _) = len(arrays), numbers.shape
+    for which, array in enumerate(arrays):
+        for c, part in enumerate(jnp.split(array, count)):
+            numbers[c, pl.ds(which, heads // n, stride=n)] = part
+
+
+def of_head(numbers: Any, head: int) -> jax.Array:
+    """The numbers of one head, `[1, block_tokens]`."""
+    return jnp.concatenate([numbers[c, head : head + 1] for c in range(numbers.shape[0])], axis=1)
+
+
+def _exchange(rows: Sequence[jax.Array], width: int) -> list[jax.Array]:
     """Group c of array l, of `width` lanes, for group l of array c: bit by bit of c and l."""
     rows, step = list(rows), 1
     while step < len(rows):

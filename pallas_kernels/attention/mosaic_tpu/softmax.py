@@ -10,9 +10,8 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.mosaic_tpu import operands
+from pallas_kernels.attention.mosaic_tpu import operands, parameters
 from pallas_kernels.attention.mosaic_tpu.fetch import TileScalars
-from pallas_kernels.attention.mosaic_tpu.parameters import Parameters, from_float16
 from pallas_kernels.attention.mosaic_tpu.plan import LOG2_E, Plan, Ref, Scalar
 from pallas_kernels.attention.mosaic_tpu.rows import Rows
 from pallas_kernels.attention.ragged import PADDING
@@ -32,7 +31,7 @@ class Softmax:
     it is in parts, which `factor` multiplies (`operands.split`). `total` keeps a partial sum a
     lane, `maximum` and `factor` the same value in all lanes. Where codes have a minimum, `affine`
     holds the sum of a row's q, by which K's minima multiply, in all lanes, and the sum of V's
-    minima by weight, in parts a lane.
+    minima by weight, in parts a lane. `parameters` are a block's scales, and minima, by head.
     """
 
     plan: Plan
@@ -47,15 +46,18 @@ class Softmax:
     prepared: Sequence[Ref]
     factor: Sequence[Ref]
     affine: Sequence[Ref]
+    parameters: Sequence[Ref]
 
     @staticmethod
-    def scratch(plan: Plan, q_lanes: int) -> list[Any]:
-        """Of the last six attributes, for q of so many lanes."""
+    def scratch(plan: Plan, q_lanes: int, has_parameters: bool) -> list[Any]:
+        """Of the last seven attributes, for q of so many lanes."""
 
         def of_groups(rows: int, lanes: int, dtype: DTypeLike = jnp.float32) -> Any:
             return pltpu.VMEM((plan.num_groups, rows, lanes), dtype)
 
         of_rows = of_groups(plan.rows, LANES)
+        of_keys = plan.block_tokens // LANES, 2 * plan.num_kv_heads, LANES
+        num_parameters = has_parameters * (2 if plan.affine else 1)
         return [
             of_rows,
             of_rows,
@@ -63,6 +65,7 @@ class Softmax:
             plan.prepares_q * [of_groups(plan.q_rows, plan.group * q_lanes, plan.dtype)],
             plan.splits * [of_rows],
             2 * plan.affine * [of_rows],
+            num_parameters * [pltpu.VMEM(of_keys, jnp.float32)],
         ]
 
     def begin(self) -> None:
@@ -105,11 +108,11 @@ class Softmax:
         # Some groups' first products go ahead: their softmax then runs under other products.
         groups, logits = self.plan.num_groups, {}
         visible = self._visible(j) if masked else None
-        scales, minima = self._parameters(slot)
+        self._lay_out_parameters(slot)
         lead = min(self.plan.groups_ahead, groups)
         for i in range(groups + lead):
             if i < groups:
-                logits[i] = self._logits(slot, i, scales, minima)
+                logits[i] = self._logits(slot, i)
                 if visible is not None:
                     logits[i] = jnp.where(visible, logits[i], -jnp.inf)
             g = i - lead
@@ -117,9 +120,9 @@ class Softmax:
                 continue
             weights, decay = self._weigh(g, logits.pop(g))
             between(g)
-            if minima is not None:
+            for minima in self.parameters[1:]:
                 self._add_minima(g, weights * self._of_rows(minima, g, 1), decay)
-            if scales is not None:
+            for scales in self.parameters[:1]:
                 weights = weights * self._of_rows(scales, g, 1)
             self.weighted[g] = self.weighted[g] * decay + self._weighted(slot, g, weights)
 
@@ -155,10 +158,10 @@ class Softmax:
             taken = jnp.where(row >= n * self.plan.head_rows, array, taken)
         return taken
 
-    def _of_rows(self, parameters: Parameters, g: int, kv_index: int) -> jax.Array:
+    def _of_rows(self, numbers: Ref, g: int, kv_index: int) -> jax.Array:
         """What multiplies the keys of a group's heads, `[R or 1, block_tokens]`."""
-        heads = range(g * self.plan.group, (g + 1) * self.plan.group)
-        return self._by_row([parameters.of(2 * h + kv_index) for h in heads])
+        rows = [2 * h + kv_index for h in range(g * self.plan.group, (g + 1) * self.plan.group)]
+        return self._by_row([parameters.of_head(numbers, row) for row in rows])
 
     def _operand(self, slot: Scalar, g: int, kv_index: int) -> jax.Array:
         """The pieces with K, or V, of a group's heads, side by side: `[block_tokens, ...]`."""
@@ -177,29 +180,26 @@ class Softmax:
         ]
         return jnp.concatenate(pieces, axis=1)
 
-    def _parameters(self, slot: Scalar) -> tuple[Parameters | None, Parameters | None]:
-        """Scales and minima of a block's codes, where pages have them."""
-        if len(self.buffers) == 1:
-            return None, None
-        stored = Parameters.read(self.buffers[1].at[slot], self.plan.page_size)
+    def _lay_out_parameters(self, slot: Scalar) -> None:
+        """Of a block's codes, where pages have them."""
+        if not self.parameters:
+            return
+        stored = parameters.by_head(self.buffers[1].at[slot], self.plan.page_size)
         if not self.plan.affine:
-            return stored, None
-        return (
-            stored.map(lambda bits: from_float16(bits & 0xFFFF)),
-            stored.map(lambda bits: from_float16(bits >> 16)),
-        )
+            return parameters.store(stored, self.parameters[0])
+        for shift, numbers in zip((0, 16), self.parameters, strict=True):
+            halves = [parameters.from_float16(bits >> shift & 0xFFFF) for bits in stored]
+            parameters.store(halves, numbers)
 
-    def _logits(
-        self, slot: Scalar, g: int, scales: Parameters | None, minima: Parameters | None
-    ) -> jax.Array:
+    def _logits(self, slot: Scalar, g: int) -> jax.Array:
         options = self.plan.options
         q = self.prepared[0][g] if self.plan.prepares_q else self.rows.read(g)
         x = self._dot(q, self._operand(slot, g, 0), 1, 1)
         if self.plan.splits:
             x = operands.join(x, self.plan.dtype) * self.factor[0][g][:, :1]
-        if scales is not None:
+        for scales in self.parameters[:1]:
             x = x * self._of_rows(scales, g, 0)
-        if minima is not None:
+        for minima in self.parameters[1:]:
             x += self.affine[0][g][:, :1] * self._of_rows(minima, g, 0)
         if options.soft_cap is None:
             return x * (options.scale * LOG2_E)
