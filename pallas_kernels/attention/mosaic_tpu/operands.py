@@ -69,6 +69,27 @@ def join(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return sum((part * unit**-n for n, part in enumerate(others, start=1)), first)
 
 
+def unit(codes: DTypeLike, dtype: DTypeLike) -> float:
+    """What numbers of `dtype` that codes are read as are to be multiplied by."""
+    codes, dtype = jnp.dtype(codes), jnp.dtype(dtype)
+    if codes != dtype and codes in _E4M3 and dtype in _E4M3:
+        return float(jnp.finfo(codes).smallest_normal) / float(jnp.finfo(dtype).smallest_normal)
+    return 1.0
+
+
+def read_as(codes: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Codes as numbers of `dtype`, up to a factor of `unit`."""
+    if unit(codes.dtype, dtype) != 1.0:
+        return lax.bitcast_convert_type(codes, dtype)
+    return codes.astype(dtype)
+
+
+def halve(rows: jax.Array, half: int) -> jax.Array:
+    """The low (0) or high (1) half of each byte of `[..., n, L]` uint8, as int8."""
+    words = pltpu.bitcast(rows, jnp.int32)  # four bytes at once
+    return pltpu.bitcast(words >> 4 * half & 0x0F0F0F0F, jnp.int8)
+
+
 def _split_integers(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     bits = step_bits(dtype)
     coarsest = bits * (num_parts(dtype) - 1)
@@ -113,24 +134,3 @@ def _factor(sizes: jax.Array, largest: float) -> jax.Array:
 def _join_codes(codes: list[jax.Array], dtype: DTypeLike) -> jax.Array:
     code = jnp.concatenate(codes, axis=-2).astype(jnp.int8)
     return lax.bitcast_convert_type(code, dtype)
-
-
-def unit(codes: DTypeLike, dtype: DTypeLike) -> float:
-    """What numbers of `dtype` that codes are read as are to be multiplied by."""
-    codes, dtype = jnp.dtype(codes), jnp.dtype(dtype)
-    if codes != dtype and codes in _E4M3 and dtype in _E4M3:
-        return float(jnp.finfo(codes).smallest_normal) / float(jnp.finfo(dtype).smallest_normal)
-    return 1.0
-
-
-def read_as(codes: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Codes as numbers of `dtype`, up to a factor of `unit`."""
-    if unit(codes.dtype, dtype) != 1.0:
-        return lax.bitcast_convert_type(codes, dtype)
-    return codes.astype(dtype)
-
-
-def halve(rows: jax.Array, half: int) -> jax.Array:
-    """The low (0) or high (1) half of each byte of `[..., n, L]` uint8, as int8."""
-    words = pltpu.bitcast(rows, jnp.int32)  # four bytes at once
-    return pltpu.bitcast(words >> 4 * half & 0x0F0F0F0F, jnp.int8)
