@@ -46,6 +46,25 @@ def test_a_decode_step_compiles_in_place_and_stays_near_the_memory_roof(target):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("target", "codes"),
+    [
+        pytest.param(target, codes, marks=() if is_fast else pytest.mark.slow)
+        for target in ("v6e", "v5e", "v5p", "7x")  # v4 converts codes
+        for codes in ("int8", "e4m3", "e5m2")
+        for is_fast in [(target, codes) == ("v6e", "e4m3")]
+    ],
+)
+def test_a_decode_step_over_codes_stays_near_the_memory_roof(target, codes):
+    (row,) = probe(target, [("mosaic_tpu", f"decode-{codes}-h32-k8-d128-p64")])
+    check(row)
+    assert row.bundles_per_kv_token is not None and row.spill_slots is not None
+    assert row.bundles_per_kv_token <= 1.2
+    assert row.spill_slots <= 300
+    assert row.binds == "memory"
+
+
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TPU_TARGETS)
 def test_every_named_shape_compiles_in_place(target):
