@@ -14,6 +14,7 @@ stored (`Pages.encode`).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,10 +24,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.pages import token_shape
+from pallas_kernels import tpus
+from pallas_kernels.pages import LANES, token_shape
 from pallas_kernels.quantised_pages import AnyPages, TokenPages
 
-NUM_BUFFERS = 4
+NUM_BUFFERS = 4  # at most
+MOST_TOKENS = 1 << 15  # of a call, whose scalars fit
 PIECE = 32  # rows of the largest tile, that of 8-bit codes
 Ref = Any
 
@@ -53,7 +56,9 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
     arrays = pages.paged
     for name, rows in pages.encode(k, v).items():
         rows = rows.reshape(slots.size, *token_shape(pages.by_token(arrays[name]), pages.layout))
-        arrays[name] = _put(arrays[name], P, rows[order], slots[order])
+        for start in range(0, slots.size, MOST_TOKENS):
+            some = order[start : start + MOST_TOKENS]
+            arrays[name] = _put(arrays[name], P, rows[some], slots[some])
     return dataclasses.replace(pages, **arrays)
 
 
@@ -152,8 +157,12 @@ def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Arr
     size = PIECE if rest and P % PIECE == 0 else P
     pieces = _Pieces.of(slots, size, N * P)
     most = min(size, rows.shape[0])
-    if not rest:  # numbers, each where any token may have it
-        rows = jnp.repeat(rows.reshape(rows.shape[0], C, -1), P, axis=2)
+    if not rest:  # numbers, each where any token may have it; of a wide row, one register
+        places = LANES if P % LANES == 0 else P
+        rows = jnp.repeat(rows.reshape(rows.shape[0], C, -1), places, axis=2)
+    new = most, *rows.shape[1:]
+    buffers = tpus.vmem_bytes() // 2 // (math.prod(new[:-1]) * max(LANES, new[-1]) * 4)
+    buffers = max(1, min(buffers, NUM_BUFFERS))
     return pl.pallas_call(
         functools.partial(_kernel, size, P // size),
         out_shape=jax.ShapeDtypeStruct(array.shape, array.dtype),
@@ -163,21 +172,23 @@ def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Arr
             in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
             out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
             scratch_shapes=[
-                pltpu.VMEM((NUM_BUFFERS, most, *rows.shape[1:]), rows.dtype),
-                pltpu.VMEM((NUM_BUFFERS, C, *((size, *rest) if rest else (width,))), array.dtype),
-                pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
-                pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
+                pltpu.VMEM((buffers, *new), rows.dtype),
+                pltpu.VMEM((buffers, C, *((size, *rest) if rest else (width,))), array.dtype),
+                pltpu.SemaphoreType.DMA((buffers,)),
+                pltpu.SemaphoreType.DMA((buffers,)),
             ],
         ),
         input_output_aliases={len(pieces) + 1: 0},
-        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        compiler_params=pltpu.CompilerParams(
+            disable_bounds_checks=True, vmem_limit_bytes=tpus.vmem_limit()
+        ),
         name="write_pages",
     )(*pieces, rows, array).reshape(shape)
 
 
 def _kernel(size: int, pieces_per_page: int, *refs: Ref) -> None:
     *scalars, rows, _, pool, new, pages, arrived, left = refs
-    pieces = _Pieces(*scalars)
+    pieces, buffers = _Pieces(*scalars), new.shape[0]
     count = pieces.live[0]
 
     def place(s: jax.Array) -> Ref:
@@ -189,7 +200,7 @@ def _kernel(size: int, pieces_per_page: int, *refs: Ref) -> None:
         return page.at[:, pl.ds(pl.multiple_of(start, size), size)]
 
     def fetches(s: jax.Array) -> list[Any]:
-        b, n = lax.rem(s, NUM_BUFFERS), pieces.end[s] - pieces.first[s]
+        b, n = lax.rem(s, buffers), pieces.end[s] - pieces.first[s]
         pairs = (
             (place(s), pages.at[b]),
             (rows.at[pl.ds(pieces.first[s], n)], new.at[b, pl.ds(0, n)]),
@@ -197,20 +208,20 @@ def _kernel(size: int, pieces_per_page: int, *refs: Ref) -> None:
         return [pltpu.make_async_copy(*pair, arrived.at[b]) for pair in pairs]
 
     def store(s: jax.Array) -> Any:
-        b = lax.rem(s, NUM_BUFFERS)
+        b = lax.rem(s, buffers)
         return pltpu.make_async_copy(pages.at[b], place(s), left.at[b])
 
     def start(s: jax.Array) -> None:
-        pl.when(s >= NUM_BUFFERS)(lambda: store(s - NUM_BUFFERS).wait())
+        pl.when(s >= buffers)(lambda: store(s - buffers).wait())
         for copy in fetches(s):
             copy.start()
 
     def piece(s: jax.Array, _: None) -> None:
-        ahead = s + NUM_BUFFERS - 1
+        ahead = s + buffers - 1
         pl.when(ahead < count)(lambda: start(ahead))
         for copy in fetches(s):
             copy.wait()
-        b, first = lax.rem(s, NUM_BUFFERS), pieces.first[s]
+        b, first = lax.rem(s, buffers), pieces.first[s]
 
         def row(r: jax.Array, _: None) -> None:
             _put_row(pages.at[b], size, new[b, r - first], pieces.offset[r])
@@ -218,10 +229,10 @@ def _kernel(size: int, pieces_per_page: int, *refs: Ref) -> None:
         lax.fori_loop(first, pieces.end[s], row, None)
         store(s).start()
 
-    for s in range(NUM_BUFFERS - 1):
+    for s in range(buffers - 1):
         pl.when(s < count)(functools.partial(start, jnp.int32(s)))
     lax.fori_loop(0, count, piece, None)
-    lax.fori_loop(jnp.maximum(count - NUM_BUFFERS, 0), count, lambda s, _: store(s).wait(), None)
+    lax.fori_loop(jnp.maximum(count - buffers, 0), count, lambda s, _: store(s).wait(), None)
 
 
 def _put_row(page: Ref, size: int, row: jax.Array, offset: jax.Array) -> None:
@@ -230,6 +241,8 @@ def _put_row(page: Ref, size: int, row: jax.Array, offset: jax.Array) -> None:
     place = lax.broadcasted_iota(jnp.int32, page.shape, 1)
     if len(page.shape) == 3:
         row = row[:, None, :]
-    elif page.shape[1] > size:
-        place = place & (size - 1)
+    else:
+        row = jnp.concatenate([row] * (page.shape[1] // row.shape[1]), axis=1)
+        if page.shape[1] > size:
+            place = place & (size - 1)
     page[...] = jnp.where(place == offset, row, page[...])

@@ -37,22 +37,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.mosaic_tpu import tuning
-from pallas_kernels.attention.mosaic_tpu.fetch import FIELDS, Fetch, TileScalars
+from pallas_kernels import tpus
+from pallas_kernels.attention.mosaic_tpu.fetch import Fetch, TileScalars
 from pallas_kernels.attention.mosaic_tpu.plan import (
+    FIELDS,
     LOG2_E,
     SUBLANES,
     KernelPages,
     Plan,
     Ref,
-    sizes_of,
+    most_queries,
 )
 from pallas_kernels.attention.mosaic_tpu.rows import Rows
 from pallas_kernels.attention.mosaic_tpu.softmax import Softmax
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.attention.tiles import Tiles, attend_by_length
-from pallas_kernels.quantised_pages import AnyPages, times_fixed_scales
+from pallas_kernels.checks import require
+from pallas_kernels.pages import LANES
+from pallas_kernels.quantised_pages import AnyPages, fixed_scales
 
 MAX_TABLE_WIDTH = 1 << 16  # page ids of a sequence: two rows of them must fit into SMEM
 
@@ -67,6 +70,9 @@ def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
         return "float16 is no type of a TPU's vector unit"
     if pages.page_size % SUBLANES:
         return f"P = {pages.page_size} is not a multiple of {SUBLANES}"
+    P, L = pages.page_size, pages.kv.shape[4]
+    if pages.kv.dtype.itemsize == 1 and L % LANES and P > 16 and P % 32:
+        return f"P = {P} of rows of {L} bytes, no multiple of {LANES}; 8, 16 or a multiple of 32"
     if page_table.shape[1] > MAX_TABLE_WIDTH:
         return f"M = {page_table.shape[1]} page ids a sequence; at most {MAX_TABLE_WIDTH}"
     return None
@@ -82,12 +88,11 @@ def ragged_paged_attention(
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
-    T, H, _ = q.shape
-    B, K = page_table.shape[0], pages.num_kv_heads
+    T, B = q.shape[0], page_table.shape[0]
     attend = functools.partial(_attend, q, pages, page_table, ragged, sinks, options)
+    many = most_queries(q, pages)
     if options.query_tile is not None or T <= B:
-        return attend(options.query_tile or 1, None)
-    many = max(SUBLANES, sizes_of(pages, "rows").tile_rows // (H // K))
+        return attend(min(options.query_tile or 1, many), None)
     return attend_by_length(
         ragged, T, functools.partial(attend, 1), functools.partial(attend, many)
     )
@@ -109,28 +114,51 @@ def _attend(
     plan = Plan.choose(q, pages, tile, M, options)
     tiles = Tiles.plan(ragged, T, plan.num_chunks * plan.chunk, options, taken)
     chunks = Tiles.plan(ragged, T, plan.chunk, options, taken)
+    if taken is not None and tile == 1:  # of each sequence one query at most
+        tiles = chunks = chunks.group(0, min(T, ragged.kv_lens.shape[0]))
+    smem = plan.smem_bytes(tiles.count)
+    require(
+        smem <= tpus.SMEM_BYTES,
+        f"{tiles.count} tiles of {tile} queries, and M = {M} page ids a sequence, take {smem} "
+        f"bytes of a TPU's scalar memory, which has {tpus.SMEM_BYTES}",
+    )
 
     rows = chunks.first_row[:, None] + jnp.arange(plan.chunk, dtype=jnp.int32)[None]
-    out_dtype = q.dtype
-    q = times_fixed_scales(q, pages, 0).astype(q.dtype if plan.splits else plan.dtype)
     by_chunk = q.at[rows].get(mode="clip").reshape(*rows.shape, K, H // K, D)
+    by_chunk = by_chunk.astype(q.dtype if plan.splits else plan.dtype)
     grouped = plan.by_group(plan.pad_lanes(by_chunk))
-    sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks
-    sink = jnp.broadcast_to(sink.reshape(K, H // K, 1), (*rows.shape[1:], K, H // K, 1))
-    sink = jnp.tile(plan.by_group(sink) * LOG2_E, (1, plan.num_chunks, 1))
+    of_heads = _constants(pages, H, sinks, options).reshape(K, H // K, -1)
+    of_heads = jnp.broadcast_to(of_heads, (plan.chunk, *of_heads.shape))
+    constants = jnp.tile(plan.by_group(of_heads), (1, plan.num_chunks, 1))
     table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
 
     scalars = _scalars(plan, tiles, chunks, ragged)
-    out, lse = _call(plan, tiles, scalars, grouped, sink, table, pages, out_dtype)
+    out, lse = _call(plan, tiles, scalars, grouped, constants, table, pages, q.dtype)
 
     chunk, row = chunks.place_of(ragged, T, plan.chunk)
     out = plan.gather(plan.by_head(out))[chunk, :, row].reshape(T, H, D)
-    out = times_fixed_scales(out, pages, 1)
     lse = plan.by_head(lse.swapaxes(1, 2)[..., None])[chunk, :, row].reshape(T, H)
     padding = ragged.rows(T)[1] == PADDING
     return (
         jnp.where(padding[:, None, None], 0, out),
         jnp.where(padding[:, None], -jnp.inf, lse),
+    )
+
+
+def _constants(
+    pages: KernelPages, H: int, sinks: jax.Array | None, options: AttentionOptions
+) -> jax.Array:
+    """Of each head the factor of its logits, its sink, and the factor of its output, `[H, 3]`."""
+    unit = LOG2_E if options.soft_cap is None else 1 / options.soft_cap
+    ones = jnp.ones(H, jnp.float32)
+    k_scale, v_scale = (fixed_scales(pages, kv_index, H) for kv_index in (0, 1))
+    return jnp.stack(
+        [
+            (options.scale * unit) * (ones if k_scale is None else k_scale),
+            -jnp.inf * ones if sinks is None else sinks * LOG2_E,
+            ones if v_scale is None else v_scale,
+        ],
+        axis=-1,
     )
 
 
@@ -150,14 +178,15 @@ def _scalars(plan: Plan, tiles: Tiles, chunks: Tiles, ragged: Ragged) -> jax.Arr
     fast_first = jnp.clip(-(-inner_low // S), first, last)
     # The blocks that are fetched meanwhile have to be whole as well.
     fast_last = jnp.clip(inner_high // S - (plan.num_buffers - 1), fast_first, last)
+    is_seen = tiles.low < tiles.high  # else no page is, wherever the bounds lie in it
     fields = dict(
         seq=tiles.seq,
         first=first,
         fast_first=fast_first,
         fast_last=fast_last,
         last=last,
-        low=tiles.low,
-        high=tiles.high,
+        low=jnp.where(is_seen, tiles.low, 0),
+        high=jnp.where(is_seen, tiles.high, 0),
         position=tiles.position,
         queries=queries,
         first_chunk=first_chunk,
@@ -170,7 +199,7 @@ def _call(
     tiles: Tiles,
     scalars: jax.Array,
     q: jax.Array,
-    sink: jax.Array,
+    constants: jax.Array,
     table: jax.Array,
     pages: KernelPages,
     out_dtype: jnp.dtype,
@@ -187,7 +216,7 @@ def _call(
         grid=(tiles.num_live,),
         in_specs=[
             pl.BlockSpec((R, 1), lambda *_: (0, 0)),
-            pl.BlockSpec((groups, R, 1), lambda *_: (0, 0, 0)),
+            pl.BlockSpec((groups, R, 3), lambda *_: (0, 0, 0)),
             *[hbm] * (2 + len(pools)),
         ],
         out_specs=[hbm, hbm],
@@ -204,10 +233,10 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
-            vmem_limit_bytes=tuning.vmem_bytes() * 7 // 8,
+            vmem_limit_bytes=tpus.vmem_limit(),
         ),
         name="ragged_paged_attention",
-    )(scalars, jnp.asarray(plan.queries()), sink, q, table, *pools)
+    )(scalars, jnp.asarray(plan.queries()), constants, q, table, *pools)
 
 
 def _kernel(
@@ -217,12 +246,12 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """One tile of query rows."""
-    queries, sink, q, table, *pools, out, lse, of_rows, of_fetch, of_softmax = refs
+    queries, constants, q, table, *pools, out, lse, of_rows, of_fetch, of_softmax = refs
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = TileScalars(scalars, count)
     rows = Rows(plan, tile, t, q, (out, lse), *of_rows)
     fetch = Fetch(plan, tile, table, pools, *of_fetch)
-    softmax = Softmax(plan, tile, t, rows, queries, fetch.buffers, *of_softmax)
+    softmax = Softmax(plan, tile, t, rows, queries, constants, fetch.buffers, *of_softmax)
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
     rows.wait()
@@ -246,5 +275,5 @@ def _kernel(
     lax.fori_loop(fast_last, last, general, None)
     fetch.cursor[0] = number + last
     rows.make_room()
-    softmax.finish(sink)
+    softmax.finish()
     rows.store()

@@ -11,21 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.mosaic_tpu.plan import Plan, Ref, Scalar
+from pallas_kernels.attention.mosaic_tpu.plan import FIELDS, Plan, Ref, Scalar
 
 REGISTER_ROWS = 32  # of one-byte numbers
-FIELDS = (
-    "seq",
-    "first",
-    "fast_first",
-    "fast_last",
-    "last",
-    "low",
-    "high",
-    "position",
-    "queries",
-    "first_chunk",
-)
 
 
 @dataclass(frozen=True)

@@ -42,20 +42,24 @@ def split(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
       `[..., num_parts * R, n]`, all first parts before all second ones, and a factor a row,
       `[..., R, 1]`: x is `join` of the parts times the factor.
     """
+    # By a power of two: what bfloat16 or a code holds comes out of the parts as it went in.
+    factor = _power_of_two_above(_factor(jnp.abs(x), dtype))
     if jnp.issubdtype(dtype, jnp.integer):
-        return _split_integers(x, dtype)
+        return _split_integers(x * (1 / factor), dtype), factor
     sign = lax.bitcast_convert_type(x, jnp.int32) >> 24 & 0x80
-    codes, factor = _split_sizes(jnp.abs(x), dtype)
+    codes = _split_sizes(jnp.abs(x) * (1 / factor), dtype)
     codes = [jnp.where(code > 0, code | sign, 0) for code in codes]  # some types have no -0
     return _join_codes(codes, dtype), factor
 
 
 def split_positive(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """`split` of what is not negative, in fewer instructions."""
+    """`split` of what is not negative, in fewer instructions; by a factor that is as small as can
+    be, so that small elements keep more."""
+    factor = _factor(x, dtype)
+    x = x * (1 / factor)
     if jnp.issubdtype(dtype, jnp.integer):
-        return _split_integers(x, dtype)
-    codes, factor = _split_sizes(x, dtype)
-    return _join_codes(codes, dtype), factor
+        return _split_integers(x, dtype), factor
+    return _join_codes(_split_sizes(x, dtype), dtype), factor
 
 
 def join(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -90,26 +94,23 @@ def halve(rows: jax.Array, half: int) -> jax.Array:
     return pltpu.bitcast(words >> 4 * half & 0x0F0F0F0F, jnp.int8)
 
 
-def _split_integers(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def _split_integers(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     bits = step_bits(dtype)
-    coarsest = bits * (num_parts(dtype) - 1)
-    factor = _factor(jnp.abs(x), float(127 << coarsest))
-    rest, parts = jnp.round(x * (1 / factor)).astype(jnp.int32), []
-    for unit in range(coarsest, 0, -bits):
+    rest, parts = jnp.round(x).astype(jnp.int32), []
+    for unit in range(bits * (num_parts(dtype) - 1), 0, -bits):
         parts.append((rest + (1 << unit - 1)) >> unit)
         rest = rest - (parts[-1] << unit)
-    return jnp.concatenate([*parts, rest], axis=-2).astype(dtype), factor
+    return jnp.concatenate([*parts, rest], axis=-2).astype(dtype)
 
 
-def _split_sizes(x: jax.Array, dtype: DTypeLike) -> tuple[list[jax.Array], jax.Array]:
+def _split_sizes(x: jax.Array, dtype: DTypeLike) -> list[jax.Array]:
     """Parts of rows without a sign, as the bits of float8 in int32, by arithmetic on float32's:
     conversions take many instructions on most chips.
 
     All parts but the last are cut off, so that no rest is negative; the last is the nearest.
     """
     info, count = jnp.finfo(dtype), num_parts(dtype)
-    factor = _factor(x, float(info.max))
-    x, dropped, codes = x * (1 / factor), 23 - info.nmant, []
+    dropped, codes = 23 - info.nmant, []
     for n in range(count):
         least = float(info.smallest_normal) * 2.0 ** (-n * step_bits(dtype))
         least_bits, one = int(np.float32(least).view(np.int32)), 1 << 23  # of the exponent
@@ -123,12 +124,22 @@ def _split_sizes(x: jax.Array, dtype: DTypeLike) -> tuple[list[jax.Array], jax.A
             kept = jnp.where(x >= least, bits & -(1 << dropped), 0)
             codes.append(jnp.maximum(kept - (least_bits - one), 0) >> dropped)
             x = x - lax.bitcast_convert_type(kept, jnp.float32)
-    return codes, factor
+    return codes
 
 
-def _factor(sizes: jax.Array, largest: float) -> jax.Array:
-    """By which a row is divided so that its largest element becomes `largest`."""
+def _factor(sizes: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """By which a row is divided so that its largest element becomes the largest that parts hold."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        largest = float(127 << step_bits(dtype) * (num_parts(dtype) - 1))
+    else:
+        largest = float(jnp.finfo(dtype).max)
     return jnp.maximum(sizes.max(axis=-1, keepdims=True), 1e-30) / largest
+
+
+def _power_of_two_above(x: jax.Array) -> jax.Array:
+    """The least power of two that is no less than a positive number."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type((bits + ((1 << 23) - 1)) & -(1 << 23), jnp.float32)
 
 
 def _join_codes(codes: list[jax.Array], dtype: DTypeLike) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels import tpus
 from pallas_kernels.attention.mosaic_tpu import operands, tuning
 from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes, Tile
 from pallas_kernels.attention.options import AttentionOptions
@@ -18,6 +19,18 @@ from pallas_kernels.quantised_pages import AffinePages, SymmetricPages
 SUBLANES = 8
 PACKED_SUBLANES = 16  # of a register of two-byte numbers
 LOG2_E = math.log2(math.e)
+FIELDS = (  # of a tile, in scalar memory
+    "seq",
+    "first",
+    "fast_first",
+    "fast_last",
+    "last",
+    "low",
+    "high",
+    "position",
+    "queries",
+    "first_chunk",
+)
 KernelPages = Pages | SymmetricPages | AffinePages
 Ref = Any
 Scalar = jax.Array | int  # int32, traced where it is an array
@@ -67,8 +80,7 @@ class Plan:
     ) -> "Plan":
         K, kind = pages.num_kv_heads, "row" if tile == 1 else "rows"
         G, sizes = q.shape[1] // K, sizes_of(pages, kind)
-        factors = _factors(q, pages, kind)
-        chunk = min(tile, PACKED_SUBLANES // math.gcd(G, PACKED_SUBLANES))
+        factors, chunk = _factors(q, pages, kind), min(tile, _chunk(G))
         return cls(
             num_kv_heads=K,
             head_dim=pages.head_dim,
@@ -143,6 +155,11 @@ class Plan:
         """Of q as a factor of products, in its parts."""
         return operands.num_parts(self.dtype) * self.rows if self.splits else self.rows
 
+    def smem_bytes(self, num_tiles: int) -> int:
+        """Of scalar memory that a call for so many tiles takes."""
+        words = len(FIELDS) * (num_tiles + 1) + self.num_buffers * self.table_width
+        return 4 * words + (4 << 10)  # and what is the compiler's
+
     def by_group(self, x: jax.Array) -> jax.Array:
         """Brings `[..., chunk, K, G, n]` into `[..., groups, chunk_rows, n]`."""
         x = x.swapaxes(-4, -3)
@@ -175,6 +192,27 @@ class Plan:
         return jnp.pad(x, widths)
 
 
+def most_queries(q: jax.Array, pages: KernelPages) -> int:
+    """Queries of a tile of many, by the table of the chip, of which all rows, and what is kept of
+    them, fit into its fast memory beside the blocks of keys: whole chunks, and one at least."""
+    K, sizes = pages.num_kv_heads, sizes_of(pages, "rows")
+    G, itemsize = q.shape[1] // K, max(q.dtype.itemsize, 2)
+    lanes = round_up(pages.head_dim, round_up(pages.kv.shape[4], LANES))
+    # q and out twice, the weighted sum; what has a register a row; lse, of all heads.
+    registers = 6 if isinstance(pages, AffinePages) else 4
+    row = 4 * lanes * itemsize + 4 * lanes + 4 * registers * LANES + 2 * 4 * LANES // K
+    blocks = sizes.num_buffers * block_tokens(pages, "rows") * _token_bytes(pages)
+    room = tpus.vmem_limit() - blocks - tpus.vmem_bytes() // 8  # for what is on its way
+    fit = min(room, tpus.vmem_bytes() // 2) // (row * K)
+    chunk = _chunk(G)
+    return max(1, min(sizes.tile_rows, fit) // (G * chunk)) * chunk
+
+
+def _chunk(G: int) -> int:
+    """Queries that fill whole registers."""
+    return PACKED_SUBLANES // math.gcd(G, PACKED_SUBLANES)
+
+
 def _group(pages: KernelPages, rows: int) -> int:
     """KV heads that are worked on at once, `rows` query rows each."""
     K, whole_registers = pages.num_kv_heads, pages.kv.shape[4] % LANES == 0
@@ -195,12 +233,16 @@ def _factors(q: jax.Array, pages: KernelPages, tile: Tile) -> DTypeLike:
 def block_tokens(pages: KernelPages, tile: Tile) -> int:
     """Keys of a block, for the chip that is compiled for."""
     step = math.lcm(pages.page_size, LANES)  # whole pages and whole registers
-    _, K, X, _, L = pages.kv.shape
-    token = K * X * round_up(L, LANES) * pages.kv.dtype.itemsize
     sizes = sizes_of(pages, tile)
     # An eighth of the fast memory for a buffer leaves room for tiles of queries.
-    most = min(sizes.block_bytes, tuning.vmem_bytes() // 8) // token
+    most = min(sizes.block_bytes, tpus.vmem_bytes() // 8) // _token_bytes(pages)
     return step * max(1, min(sizes.block_tokens, most) // step)
+
+
+def _token_bytes(pages: KernelPages) -> int:
+    """Of K and V of a token in fast memory."""
+    _, K, X, _, L = pages.kv.shape
+    return K * X * round_up(L, LANES) * pages.kv.dtype.itemsize
 
 
 def sizes_of(pages: KernelPages, tile: Tile) -> BlockSizes:

@@ -27,11 +27,13 @@ class Softmax:
     which q is 0 where another head's keys are, and of what a row takes of all their V its own
     head's part counts in the end.
 
-    `prepared` is q so laid out, where that is needed; where products are taken in the type of codes
-    it is in parts, which `factor` multiplies (`operands.split`). `total` keeps a partial sum a
-    lane, `maximum` and `factor` the same value in all lanes. Where codes have a minimum, `affine`
-    holds the sum of a row's q, by which K's minima multiply, in all lanes, and the sum of V's
-    minima by weight, in parts a lane. `parameters` are a block's scales, and minima, by head.
+    `constants` are a row's factor of logits, its sink and its factor of out. `prepared` is q laid
+    out for a group, where that is needed; where products are taken in the type of codes it is in
+    parts (`operands.split`), and `factor` takes the place of the first constant. `total` keeps a
+    partial sum a lane, `maximum` and `factor` the same value in all lanes. Where codes have a
+    minimum, `affine` holds the sum of a row's q, by which K's minima multiply, in all lanes, and
+    the sum of V's minima by weight, in parts a lane. `parameters` are a block's scales, and minima,
+    by head.
     """
 
     plan: Plan
@@ -39,6 +41,7 @@ class Softmax:
     t: Scalar
     rows: Rows
     queries: Ref
+    constants: Ref
     buffers: Sequence[Ref]
     maximum: Ref
     total: Ref
@@ -70,16 +73,15 @@ class Softmax:
 
     def begin(self) -> None:
         """Takes a tile's query rows; no key yet."""
+        of_rows = self.maximum.shape[1:]
         for g in range(self.plan.num_groups):
-            q = self._spread(self.rows.read(g))
+            q, factor = self._spread(self.rows.read(g)), self.constants[g][:, :1]
             if self.plan.affine:
                 q_sum = q.astype(jnp.float32).sum(axis=1, keepdims=True)
-                self.affine[0][g] = jnp.broadcast_to(q_sum, self.maximum.shape[1:])
+                self.affine[0][g] = jnp.broadcast_to(q_sum * factor, of_rows)
             if self.plan.splits:
-                q, factor = operands.split(q.astype(jnp.float32), self.plan.dtype)
-                self.factor[0][g] = jnp.broadcast_to(
-                    factor * self.plan.unit, self.maximum.shape[1:]
-                )
+                q, of_parts = operands.split(q.astype(jnp.float32), self.plan.dtype)
+                self.factor[0][g] = jnp.broadcast_to(of_parts * factor * self.plan.unit, of_rows)
             for prepared in self.prepared:
                 prepared[g] = q
         for minima in self.affine[1:]:
@@ -126,18 +128,19 @@ class Softmax:
                 weights = weights * self._of_rows(scales, g, 1)
             self.weighted[g] = self.weighted[g] * decay + self._weighted(slot, g, weights)
 
-    def finish(self, sink: Ref) -> None:
+    def finish(self) -> None:
         """Normalises; the sink joins the denominator here, once."""
         for g in range(self.plan.num_groups):
-            m = self.maximum[g][:, :1]
-            m_new = finite_or_zero(jnp.maximum(m, sink[g]))
+            m, sink, scale = self.maximum[g][:, :1], *jnp.split(self.constants[g][:, 1:], 2, axis=1)
+            m_new = finite_or_zero(jnp.maximum(m, sink))
             decay = jnp.exp2(m - m_new)
-            total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink[g] - m_new)
+            total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink - m_new)
             safe = jnp.where(total == 0.0, 1.0, total)
             weighted = self._own(self.weighted[g])
             if self.plan.affine:
                 weighted += self.affine[1][g].sum(axis=1, keepdims=True)
-            self.rows.write(g, weighted * (decay / safe), m_new / LOG2_E + jnp.log(total))
+            out = weighted * (decay / safe * scale)
+            self.rows.write(g, out, m_new / LOG2_E + jnp.log(total))
 
     def _spread(self, rows: jax.Array) -> jax.Array:
         """Puts each row of a group where its head's keys are, and 0 elsewhere."""
@@ -192,19 +195,18 @@ class Softmax:
             parameters.store(halves, numbers)
 
     def _logits(self, slot: Scalar, g: int) -> jax.Array:
-        options = self.plan.options
+        cap = self.plan.options.soft_cap
         q = self.prepared[0][g] if self.plan.prepares_q else self.rows.read(g)
         x = self._dot(q, self._operand(slot, g, 0), 1, 1)
+        factor = self.constants
         if self.plan.splits:
-            x = operands.join(x, self.plan.dtype) * self.factor[0][g][:, :1]
+            x, factor = operands.join(x, self.plan.dtype), self.factor[0]
+        x = x * factor[g][:, :1]
         for scales in self.parameters[:1]:
             x = x * self._of_rows(scales, g, 0)
         for minima in self.parameters[1:]:
             x += self.affine[0][g][:, :1] * self._of_rows(minima, g, 0)
-        if options.soft_cap is None:
-            return x * (options.scale * LOG2_E)
-        x = jnp.tanh(x * (options.scale / options.soft_cap))
-        return x * (options.soft_cap * LOG2_E)
+        return x if cap is None else jnp.tanh(x) * (cap * LOG2_E)
 
     def _weigh(self, g: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights of a block's keys, and the factor on what came before."""

@@ -55,11 +55,6 @@ def block_sizes(tile: Tile, dtype: str) -> BlockSizes:
     return sizes
 
 
-def vmem_bytes() -> int:
-    """Fast memory of the chip that is compiled for; the smallest of all where it is unknown."""
-    return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 16 << 20
-
-
 def factor_type(codes: DTypeLike) -> DTypeLike | None:
     """The type in which the chip that is compiled for multiplies codes of one byte as they are;
     None if it does not."""
