@@ -236,13 +236,14 @@ AnyPages = TokenPages | ChannelPages
 def times_fixed_scales(x: jax.Array, pages: AnyPages, kv_index: int) -> jax.Array:
     """`x [T, H, D]` times the fixed scale of K (`kv_index` 0) or V (1) of each head's KV head, as
     products of codes want q and their output; `x` itself where pages have no fixed scales."""
-    scales = fixed_scales(pages, kv_index, x.shape[1])
-    return x if scales is None else (x.astype(jnp.float32) * scales[None, :, None]).astype(x.dtype)
+    if (scales := fixed_scales(pages)) is None:
+        return x
+    scales = jnp.repeat(scales[kv_index::2], x.shape[1] // pages.num_kv_heads)
+    return (x.astype(jnp.float32) * scales[None, :, None]).astype(x.dtype)
 
 
-def fixed_scales(pages: AnyPages, kv_index: int, H: int) -> jax.Array | None:
-    """The fixed scale of K (`kv_index` 0) or V (1) of each query head's KV head, `[H]`; None where
-    pages have none."""
-    if not (isinstance(pages, SymmetricPages) and pages.is_static):
-        return None
-    return jnp.repeat(pages.scales[kv_index::2], H // pages.num_kv_heads)
+def fixed_scales(pages: AnyPages) -> jax.Array | None:
+    """Scales that are fixed, of K and V of each KV head by turns, `[2K]`; None where none are."""
+    if isinstance(pages, SymmetricPages) and pages.is_static:
+        return pages.scales
+    return None

@@ -127,13 +127,13 @@ def _attend(
     by_chunk = q.at[rows].get(mode="clip").reshape(*rows.shape, K, H // K, D)
     by_chunk = by_chunk.astype(q.dtype if plan.splits else plan.dtype)
     grouped = plan.by_group(plan.pad_lanes(by_chunk))
-    of_heads = _constants(pages, H, sinks, options).reshape(K, H // K, -1)
-    of_heads = jnp.broadcast_to(of_heads, (plan.chunk, *of_heads.shape))
-    constants = jnp.tile(plan.by_group(of_heads), (1, plan.num_chunks, 1))
+    sink = jnp.full(H, -jnp.inf, jnp.float32) if sinks is None else sinks * LOG2_E
+    sink = jnp.tile(plan.of_rows(sink), (1, plan.num_chunks, 1))
+    factors = _factors(pages, options)
     table = jnp.pad(page_table, ((0, 0), (0, plan.table_width - M))).reshape(-1)
 
     scalars = _scalars(plan, tiles, chunks, ragged)
-    out, lse = _call(plan, tiles, scalars, grouped, constants, table, pages, q.dtype)
+    out, lse = _call(plan, tiles, scalars, sink, factors, grouped, table, pages, q.dtype)
 
     chunk, row = chunks.place_of(ragged, T, plan.chunk)
     out = plan.gather(plan.by_head(out))[chunk, :, row].reshape(T, H, D)
@@ -145,21 +145,12 @@ def _attend(
     )
 
 
-def _constants(
-    pages: KernelPages, H: int, sinks: jax.Array | None, options: AttentionOptions
-) -> jax.Array:
-    """Of each head the factor of its logits, its sink, and the factor of its output, `[H, 3]`."""
+def _factors(pages: KernelPages, options: AttentionOptions) -> jax.Array:
+    """What logits and outputs are multiplied by, of each KV head by turns, `[2K]`."""
     unit = LOG2_E if options.soft_cap is None else 1 / options.soft_cap
-    ones = jnp.ones(H, jnp.float32)
-    k_scale, v_scale = (fixed_scales(pages, kv_index, H) for kv_index in (0, 1))
-    return jnp.stack(
-        [
-            (options.scale * unit) * (ones if k_scale is None else k_scale),
-            -jnp.inf * ones if sinks is None else sinks * LOG2_E,
-            ones if v_scale is None else v_scale,
-        ],
-        axis=-1,
-    )
+    factors = jnp.tile(jnp.array([options.scale * unit, 1.0], jnp.float32), pages.num_kv_heads)
+    scales = fixed_scales(pages)
+    return factors if scales is None else factors * scales
 
 
 def _scalars(plan: Plan, tiles: Tiles, chunks: Tiles, ragged: Ragged) -> jax.Array:
@@ -198,8 +189,9 @@ def _call(
     plan: Plan,
     tiles: Tiles,
     scalars: jax.Array,
+    sink: jax.Array,
+    factors: jax.Array,
     q: jax.Array,
-    constants: jax.Array,
     table: jax.Array,
     pages: KernelPages,
     out_dtype: jnp.dtype,
@@ -216,7 +208,8 @@ def _call(
         grid=(tiles.num_live,),
         in_specs=[
             pl.BlockSpec((R, 1), lambda *_: (0, 0)),
-            pl.BlockSpec((groups, R, 3), lambda *_: (0, 0, 0)),
+            pl.BlockSpec(sink.shape, lambda *_: (0, 0, 0)),
+            pl.BlockSpec(memory_space=pltpu.SMEM),
             *[hbm] * (2 + len(pools)),
         ],
         out_specs=[hbm, hbm],
@@ -236,7 +229,7 @@ def _call(
             vmem_limit_bytes=tpus.vmem_limit(),
         ),
         name="ragged_paged_attention",
-    )(scalars, jnp.asarray(plan.queries()), constants, q, table, *pools)
+    )(scalars, jnp.asarray(plan.queries()), sink, factors, q, table, *pools)
 
 
 def _kernel(
@@ -246,12 +239,12 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """One tile of query rows."""
-    queries, constants, q, table, *pools, out, lse, of_rows, of_fetch, of_softmax = refs
+    queries, sink, factors, q, table, *pools, out, lse, of_rows, of_fetch, of_softmax = refs
     t, ahead = pl.program_id(0), plan.num_buffers - 1
     tile = TileScalars(scalars, count)
     rows = Rows(plan, tile, t, q, (out, lse), *of_rows)
     fetch = Fetch(plan, tile, table, pools, *of_fetch)
-    softmax = Softmax(plan, tile, t, rows, queries, constants, fetch.buffers, *of_softmax)
+    softmax = Softmax(plan, tile, t, rows, queries, sink, factors, fetch.buffers, *of_softmax)
     pl.when(t == 0)(fetch.begin)
     fetch.start_ids(t + ahead)
     rows.wait()

@@ -166,6 +166,11 @@ class Plan:
         x = x.reshape(*x.shape[:-4], self.num_groups, self.group * self.head_rows, x.shape[-1])
         return self._fill(x, -2, self.chunk_rows)
 
+    def of_rows(self, x: jax.Array) -> jax.Array:
+        """Brings what heads have, `[H]`, into `[groups, chunk_rows, 1]`."""
+        x = x.reshape(self.num_kv_heads, self.heads, 1)
+        return self.by_group(jnp.broadcast_to(x, (self.chunk, *x.shape)))
+
     def by_head(self, x: jax.Array) -> jax.Array:
         """The way back: `[..., K, chunk, G, n]`."""
         x = x[..., : self.group * self.head_rows, :]

@@ -27,13 +27,12 @@ class Softmax:
     which q is 0 where another head's keys are, and of what a row takes of all their V its own
     head's part counts in the end.
 
-    `constants` are a row's factor of logits, its sink and its factor of out. `prepared` is q laid
-    out for a group, where that is needed; where products are taken in the type of codes it is in
-    parts (`operands.split`), and `factor` takes the place of the first constant. `total` keeps a
-    partial sum a lane, `maximum` and `factor` the same value in all lanes. Where codes have a
-    minimum, `affine` holds the sum of a row's q, by which K's minima multiply, in all lanes, and
-    the sum of V's minima by weight, in parts a lane. `parameters` are a block's scales, and minima,
-    by head.
+    `factors` are those of logits and outputs of each KV head, by turns. `prepared` is q laid out
+    for a group, where that is needed; where products are taken in the type of codes it is in parts,
+    and `factor` is that of a row's logits (`operands.split`). `total` keeps a partial sum a lane,
+    `maximum` and `factor` the same value in all lanes. Where codes have a minimum, `affine` holds
+    the sum of a row's q, by which K's minima multiply, in all lanes, and the sum of V's minima by
+    weight, in parts a lane. `parameters` are a block's scales, and minima, by head.
     """
 
     plan: Plan
@@ -41,7 +40,8 @@ class Softmax:
     t: Scalar
     rows: Rows
     queries: Ref
-    constants: Ref
+    sink: Ref
+    factors: Ref
     buffers: Sequence[Ref]
     maximum: Ref
     total: Ref
@@ -75,7 +75,7 @@ class Softmax:
         """Takes a tile's query rows; no key yet."""
         of_rows = self.maximum.shape[1:]
         for g in range(self.plan.num_groups):
-            q, factor = self._spread(self.rows.read(g)), self.constants[g][:, :1]
+            q, factor = self._spread(self.rows.read(g)), self._factor(g, 0)
             if self.plan.affine:
                 q_sum = q.astype(jnp.float32).sum(axis=1, keepdims=True)
                 self.affine[0][g] = jnp.broadcast_to(q_sum * factor, of_rows)
@@ -131,7 +131,7 @@ class Softmax:
     def finish(self) -> None:
         """Normalises; the sink joins the denominator here, once."""
         for g in range(self.plan.num_groups):
-            m, sink, scale = self.maximum[g][:, :1], *jnp.split(self.constants[g][:, 1:], 2, axis=1)
+            m, sink = self.maximum[g][:, :1], self.sink[g]
             m_new = finite_or_zero(jnp.maximum(m, sink))
             decay = jnp.exp2(m - m_new)
             total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink - m_new)
@@ -139,8 +139,13 @@ class Softmax:
             weighted = self._own(self.weighted[g])
             if self.plan.affine:
                 weighted += self.affine[1][g].sum(axis=1, keepdims=True)
-            out = weighted * (decay / safe * scale)
+            out = weighted * (decay / safe * self._factor(g, 1))
             self.rows.write(g, out, m_new / LOG2_E + jnp.log(total))
+
+    def _factor(self, g: int, which: int) -> jax.Array:
+        """The factor of a group's logits (0) or outputs (1): of all rows, or `[R, 1]`."""
+        heads = range(g * self.plan.group, (g + 1) * self.plan.group)
+        return self._by_row([self.factors[2 * h + which] for h in heads])
 
     def _spread(self, rows: jax.Array) -> jax.Array:
         """Puts each row of a group where its head's keys are, and 0 elsewhere."""
@@ -198,10 +203,10 @@ class Softmax:
         cap = self.plan.options.soft_cap
         q = self.prepared[0][g] if self.plan.prepares_q else self.rows.read(g)
         x = self._dot(q, self._operand(slot, g, 0), 1, 1)
-        factor = self.constants
         if self.plan.splits:
-            x, factor = operands.join(x, self.plan.dtype), self.factor[0]
-        x = x * factor[g][:, :1]
+            x = operands.join(x, self.plan.dtype) * self.factor[0][g][:, :1]
+        else:
+            x = x * self._factor(g, 0)
         for scales in self.parameters[:1]:
             x = x * self._of_rows(scales, g, 0)
         for minima in self.parameters[1:]:
