@@ -5,6 +5,7 @@ With blocks of 128 keys, so that contexts of a few hundred have whole ones. Not 
 compilers say (`test_targets`).
 """
 
+import functools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -14,13 +15,20 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import Pages, ragged_paged_attention
+from pallas_kernels import (
+    KeyPart,
+    Pages,
+    SymmetricPages,
+    ragged_paged_attention,
+    write_pages,
+)
 from pallas_kernels.attention.mosaic_tpu import tuning
 from pallas_kernels.attention.mosaic_tpu.parameters import from_float16
 from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes
-from tests.kernels.batches import Batch, place, random_batch
+from pallas_kernels.pages import pool_shape
+from tests.kernels.batches import Batch, naive_attention, place, random_batch
 from tests.kernels.bits_suite import BitsSuite
-from tests.kernels.test_quantised_pages import check_attention
+from tests.kernels.test_quantised_pages import check_attention, empty
 
 SIMULATED = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -73,6 +81,8 @@ class TestSmallBlocks(Simulated):
         "test_a_row_without_a_key_is_zero_and_its_lse_is_the_sink",
         "test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch",
         "test_attention_over_codes_is_attention_over_what_they_decode_to",
+        "test_large_channels_that_cancel_leave_logits_over_fixed_scales_exact",
+        "test_no_page_is_read_for_a_part_of_the_keys_that_a_window_leaves_empty",
     )
 
     @pytest.mark.parametrize(
@@ -97,6 +107,58 @@ class TestSmallBlocks(Simulated):
         same = dict(q_dtype=q_dtype, tolerance=tolerance, sizes=(P, 32))
         check_attention(kind, "paired", "mosaic_tpu", longest=300, window=window, **same)
 
+    @pytest.mark.parametrize("factor_type", ["int8", None])
+    def test_large_channels_that_cancel_leave_logits_over_fixed_scales_exact(
+        self, factor_type, monkeypatch
+    ):
+        monkeypatch.setattr(tuning, "factor_type", lambda _: factor_type)
+        jax.clear_caches()
+        rng, n, D = np.random.default_rng(0), 200, 64
+        sizes = rng.choice([1.0, 1.75], (n, 1))
+        k, v = rng.uniform(-1, 1, (n, 1, D)) / 8, np.sign(sizes - 1.5)[..., None] * np.ones(D)
+        k[..., 3], k[..., 4] = 1.25 * sizes, -sizes
+        q = rng.uniform(-1, 1, (1, 1, D))
+        q[..., 3], q[..., 4] = 808, 1008  # their parts of a logit are 400 at most, what is left 2
+        q = jnp.asarray(q, jnp.bfloat16)
+        scales = jnp.array([2.2 / 127, 1.1 / 127], jnp.float32)
+        codes = np.rint(np.stack([k, v]) / np.asarray(scales)[:, None, None, None])
+        pages = SymmetricPages(
+            kv=jnp.zeros(pool_shape("paired", 26, 8, 1, D), jnp.int8),
+            scales=scales,
+            layout="paired",
+        )
+        exact = (codes * np.asarray(scales)[:, None, None, None]).astype(np.float32)
+        slots = 8 + jnp.arange(n, dtype=jnp.int32)
+        pages = write_pages(pages, *map(jnp.asarray, exact), slots, backend="xla")
+        table = 1 + jnp.arange(25, dtype=jnp.int32)[None]
+        lens, starts = jnp.array([n], jnp.int32), jnp.array([0, 1], jnp.int32)
+        got = ragged_paged_attention(
+            q, pages, table, lens, starts, scale=D**-0.5, query_tile=1, backend="mosaic_tpu"
+        )
+        batch = Batch(
+            q=np.asarray(q.astype(jnp.float32)), keys=[exact[0]], values=[exact[1]], q_lens=[1]
+        )
+        want, _ = naive_attention(batch, scale=D**-0.5)
+        np.testing.assert_allclose(got.astype(jnp.float32), want, atol=1e-2)
+
+    def test_no_page_is_read_for_a_part_of_the_keys_that_a_window_leaves_empty(self):
+        batch = random_batch([100], [1], T=1)
+        placed = place(batch, P=16, M=7, layout="paired")
+        table = jnp.full_like(placed.page_table, 10**6)  # to read one of these is an error
+        keys = KeyPart(part="first", page_size=8, first=8)
+        out = ragged_paged_attention(
+            jnp.asarray(batch.q),
+            placed.pages,
+            table,
+            placed.kv_lens,
+            placed.query_starts,
+            scale=1.0,
+            window=4,
+            keys=keys,
+            backend="mosaic_tpu",
+        )
+        np.testing.assert_array_equal(out, 0.0)
+
 
 @pytest.mark.slow
 class TestFourBuffers(Simulated):
@@ -111,6 +173,33 @@ class TestLongBlocks(Simulated):
         jnp.float8_e4m3fn: jnp.float8_e4m3fn,
         jnp.float8_e5m2: jnp.float8_e5m2,
     }
+
+
+def test_pages_of_codes_whose_rows_fill_no_registers_are_refused_where_they_cannot_be_cut():
+    q = jnp.zeros((1, 4, 80), jnp.bfloat16)
+    integers = jnp.zeros((1, 4), jnp.int32), jnp.ones(1, jnp.int32), jnp.arange(2, dtype=jnp.int32)
+    with pytest.raises(ValueError, match="P = 24 of rows of 160 bytes, no multiple of 128"):
+        ragged_paged_attention(
+            q, empty("int8", "paired", sizes=(24, 80)), *integers, scale=1.0, backend="mosaic_tpu"
+        )
+
+
+@pytest.mark.parametrize(
+    ("T", "B", "query_tile", "tiles"), [(28_000, 1, 1, 28_000), (40_000, 40_000, None, 40_000)]
+)
+def test_more_tiles_than_scalar_memory_holds_are_refused(T, B, query_tile, tiles):
+    pages = place(random_batch([5], [1], T=1), layout="paired").pages
+    q, table, lens, starts = (
+        jax.ShapeDtypeStruct((T, 4, 16), jnp.float32),
+        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, 2), (B,), (B + 1,))),
+    )
+    call = functools.partial(
+        ragged_paged_attention, scale=1.0, query_tile=query_tile, backend="mosaic_tpu"
+    )
+    with pytest.raises(ValueError, match=f"{tiles} tiles of 1 queries.* scalar memory"):
+        jax.eval_shape(call, q, pages, table, lens, starts)
+    if query_tile:  # of each sequence one query at most is a tile of one
+        jax.eval_shape(functools.partial(call, query_tile=None), q, pages, table, lens, starts)
 
 
 def test_every_finite_float16_comes_out_of_its_bits():

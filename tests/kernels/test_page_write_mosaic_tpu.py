@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import Pages, copy_pages, write_pages
+from pallas_kernels.page_write import mosaic_tpu
 from pallas_kernels.pages import numbers_shape, pool_shape
 from pallas_kernels.quantised_pages import AffinePages, SymmetricPages, TokenPages
 
@@ -86,6 +87,22 @@ def test_few_tokens_or_none_are_written(slots):
 
 def test_one_slot_of_each_page_is_written():
     check(random_pages("bf16", 16), np.random.default_rng(0).permutation(np.arange(20, 96, 16)))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    "change", [dict(MOST_TOKENS=7), dict(NUM_BUFFERS=1), dict(NUM_BUFFERS=2)], ids=str
+)
+def test_calls_of_few_tokens_or_of_few_buffers_write_the_same(kind, change, monkeypatch):
+    for name, value in change.items():
+        monkeypatch.setattr(mosaic_tpu, name, value)
+    jax.clear_caches()
+    check(random_pages(kind, 64), pieces(64, seed=3))
+
+
+@pytest.mark.parametrize("P", [pytest.param(192, marks=pytest.mark.slow), 256])
+def test_scales_of_pages_wider_than_a_register_are_written(P):
+    check(random_pages("int8", P), np.array([P, P + 127, P + 128, 2 * P - 1, 2 * P, 4 * P - 3]))
 
 
 def test_fixed_scales_stay_as_they_are():

@@ -65,6 +65,30 @@ def test_a_decode_step_over_codes_stays_near_the_memory_roof(target, codes):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("target", "shape"),
+    [
+        ("v4", "prefill-bf16-h32-k32-d128-p16"),
+        *(
+            pytest.param(target, shape, marks=pytest.mark.slow)
+            for target in TPU_TARGETS
+            for shape in (
+                "prefill-bf16-h32-k32-d128-p16",
+                "prefill-f32-h16-k16-d256-p16",
+                "prefill-int8-h32-k32-d128-p128",
+                "prefill-int8-h32-k8-d128-p256",
+                "prefill-int4-h32-k16-d256-p64",
+            )
+            if (target, shape) != ("v4", "prefill-bf16-h32-k32-d128-p16")
+        ),
+    ],
+)
+def test_many_and_large_heads_fit_into_the_memory_of_each_chip(target, shape):
+    for row in probe(target, [("mosaic_tpu", shape)]):
+        check(row)
+
+
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TPU_TARGETS)
 def test_every_named_shape_compiles_in_place(target):
