@@ -21,7 +21,8 @@ from pallas_kernels.targets.tpu import TPU_TARGETS, TpuTarget
 if TYPE_CHECKING:
     from pallas_kernels.targets.cases import Case, Shape
 
-_COPY = re.compile(r" = \(?\w+\[([\d,]*)\].* copy(?:-start)?\(%")
+_COPY = re.compile(r" = \(?(\w+\[[\d,]*\]).* copy(?:-start)?\(%")
+_HLO_TYPES = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "_": ""}
 _CALL = re.compile(r"\s*(?:ROOT )?%?ragged_paged_attention")
 
 
@@ -173,14 +174,16 @@ def compile_case(
 
 
 def _copied_bytes(program: str, pool: Any) -> int:
-    """Of copies, into fast memory too, that have the shape of an array of the pool."""
+    """Of copies, into fast memory too, that have the type and shape of an array of the pool."""
     import jax
 
-    sizes = {
-        ",".join(map(str, array.shape)): array.size * array.dtype.itemsize
-        for array in jax.tree.leaves(pool)
-    }
-    return sum(sizes.get(shape, 0) for shape in _COPY.findall(program))
+    sizes = {}
+    for array in jax.tree.leaves(pool):
+        name, shape = array.dtype.name, ",".join(map(str, array.shape))
+        for ours, theirs in _HLO_TYPES.items():
+            name = name.replace(ours, theirs)
+        sizes[f"{name}[{shape}]"] = array.size * array.dtype.itemsize
+    return sum(sizes.get(copied, 0) for copied in _COPY.findall(program))
 
 
 def _vmem_bytes(program: str) -> int | None:
