@@ -42,6 +42,7 @@ from pallas_kernels.attention.mosaic_tpu.fetch import Fetch, TileScalars
 from pallas_kernels.attention.mosaic_tpu.plan import (
     FIELDS,
     LOG2_E,
+    REGISTER_ROWS,
     SUBLANES,
     KernelPages,
     Plan,
@@ -71,7 +72,8 @@ def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
     if pages.page_size % SUBLANES:
         return f"P = {pages.page_size} is not a multiple of {SUBLANES}"
     P, L = pages.page_size, pages.kv.shape[4]
-    if pages.kv.dtype.itemsize == 1 and L % LANES and P > 16 and P % 32:
+    is_wide = L > LANES and L % LANES
+    if pages.kv.dtype.itemsize == 1 and is_wide and P > 16 and P % REGISTER_ROWS:
         return f"P = {P} of rows of {L} bytes, no multiple of {LANES}; 8, 16 or a multiple of 32"
     if page_table.shape[1] > MAX_TABLE_WIDTH:
         return f"M = {page_table.shape[1]} page ids a sequence; at most {MAX_TABLE_WIDTH}"

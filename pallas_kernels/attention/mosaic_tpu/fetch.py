@@ -11,9 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.mosaic_tpu.plan import FIELDS, Plan, Ref, Scalar
-
-REGISTER_ROWS = 32  # of one-byte numbers
+from pallas_kernels.attention.mosaic_tpu.plan import FIELDS, REGISTER_ROWS, Plan, Ref, Scalar, skew
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class Fetch:
     outlives a grid step: number of blocks consumed before this tile, then tile and block to fetch
     next.
 
-    Buffers hold a block's keys, those of a head side by side, `[num_buffers, K, X, block_tokens,
-    L]`; and, of codes, the parameters of its pages as they are.
+    Buffers hold a block's keys, those of a head side by side, `[num_buffers, K, X, block_tokens
+    and some, L]`; and, of codes, the parameters of its pages as they are.
     """
 
     plan: Plan
@@ -56,7 +54,7 @@ class Fetch:
     def scratch(plan: Plan, pools: Sequence[jax.Array]) -> list[Any]:
         """Of the last five attributes."""
         kv, *parameters = pools
-        blocks = [(*kv.shape[1:3], plan.block_tokens, plan.lanes)]
+        blocks = [(*kv.shape[1:3], plan.block_tokens + skew(kv.dtype), plan.lanes)]
         blocks += [(plan.pages_per_block, *x.shape[1:]) for x in parameters]
         return [
             pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),

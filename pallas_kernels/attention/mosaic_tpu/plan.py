@@ -18,6 +18,7 @@ from pallas_kernels.quantised_pages import AffinePages, SymmetricPages
 
 SUBLANES = 8
 PACKED_SUBLANES = 16  # of a register of two-byte numbers
+REGISTER_ROWS = 32  # of one-byte numbers
 LOG2_E = math.log2(math.e)
 FIELDS = (  # of a tile, in scalar memory
     "seq",
@@ -206,8 +207,10 @@ def most_queries(q: jax.Array, pages: KernelPages) -> int:
     # q and out twice, the weighted sum; what has a register a row; lse, of all heads.
     registers = 6 if isinstance(pages, AffinePages) else 4
     row = 4 * lanes * itemsize + 4 * lanes + 4 * registers * LANES + 2 * 4 * LANES // K
-    blocks = sizes.num_buffers * block_tokens(pages, "rows") * _token_bytes(pages)
-    room = tpus.vmem_limit() - blocks - tpus.vmem_bytes() // 8  # for what is on its way
+    tokens = block_tokens(pages, "rows") + skew(pages.kv.dtype)
+    room = tpus.vmem_limit() - sizes.num_buffers * tokens * _token_bytes(pages)
+    # What is on its way takes some, more of it where codes are converted.
+    room -= tpus.vmem_bytes() // (4 if pages.kv.dtype.itemsize == 1 else 8)
     fit = min(room, tpus.vmem_bytes() // 2) // (row * K)
     chunk = _chunk(G)
     return max(1, min(sizes.tile_rows, fit) // (G * chunk)) * chunk
@@ -242,6 +245,12 @@ def block_tokens(pages: KernelPages, tile: Tile) -> int:
     # An eighth of the fast memory for a buffer leaves room for tiles of queries.
     most = min(sizes.block_bytes, tpus.vmem_bytes() // 8) // _token_bytes(pages)
     return step * max(1, min(sizes.block_tokens, most) // step)
+
+
+def skew(dtype: DTypeLike) -> int:
+    """Rows of a register, that lie between the blocks of two heads: what is a power of two apart is
+    in the same bank of fast memory, which loads one at a time."""
+    return REGISTER_ROWS // jnp.dtype(dtype).itemsize
 
 
 def _token_bytes(pages: KernelPages) -> int:

@@ -28,8 +28,8 @@ class Softmax:
     head's part counts in the end.
 
     `factors` are those of logits and outputs of each KV head, by turns. `prepared` is q laid out
-    for a group, where that is needed; where products are taken in the type of codes it is in parts,
-    and `factor` is that of a row's logits (`operands.split`). `total` keeps a partial sum a lane,
+    for a group, where that is needed, and in parts where products are taken in the type of codes
+    (`operands.split`); `factor` is then that of a row's logits. `total` keeps a partial sum a lane,
     `maximum` and `factor` the same value in all lanes. Where codes have a minimum, `affine` holds
     the sum of a row's q, by which K's minima multiply, in all lanes, and the sum of V's minima by
     weight, in parts a lane. `parameters` are a block's scales, and minima, by head.
@@ -66,7 +66,7 @@ class Softmax:
             of_rows,
             of_groups(plan.rows, plan.group * plan.out_lanes),
             plan.prepares_q * [of_groups(plan.q_rows, plan.group * q_lanes, plan.dtype)],
-            plan.splits * [of_rows],
+            plan.prepares_q * [of_rows],
             2 * plan.affine * [of_rows],
             num_parameters * [pltpu.VMEM(of_keys, jnp.float32)],
         ]
@@ -81,9 +81,10 @@ class Softmax:
                 self.affine[0][g] = jnp.broadcast_to(q_sum * factor, of_rows)
             if self.plan.splits:
                 q, of_parts = operands.split(q.astype(jnp.float32), self.plan.dtype)
-                self.factor[0][g] = jnp.broadcast_to(of_parts * factor * self.plan.unit, of_rows)
-            for prepared in self.prepared:
-                prepared[g] = q
+                factor = of_parts * factor * self.plan.unit
+            if self.plan.prepares_q:
+                self.prepared[0][g] = q
+                self.factor[0][g] = jnp.broadcast_to(factor, of_rows)
         for minima in self.affine[1:]:
             minima[...] = jnp.zeros(minima.shape, jnp.float32)
         self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
@@ -176,7 +177,7 @@ class Softmax:
         plan, buffer = self.plan, self.buffers[0]
 
         def read(h: int, x: int) -> jax.Array:
-            rows = buffer[slot, h, x]
+            rows = buffer[slot, h, x, : plan.block_tokens]
             if plan.affine:
                 rows = operands.halve(rows, kv_index)
             return operands.read_as(rows, plan.dtype)
@@ -201,12 +202,14 @@ class Softmax:
 
     def _logits(self, slot: Scalar, g: int) -> jax.Array:
         cap = self.plan.options.soft_cap
-        q = self.prepared[0][g] if self.plan.prepares_q else self.rows.read(g)
+        if self.plan.prepares_q:
+            q, factor = self.prepared[0][g], self.factor[0][g][:, :1]
+        else:
+            q, factor = self.rows.read(g), self._factor(g, 0)
         x = self._dot(q, self._operand(slot, g, 0), 1, 1)
         if self.plan.splits:
-            x = operands.join(x, self.plan.dtype) * self.factor[0][g][:, :1]
-        else:
-            x = x * self._factor(g, 0)
+            x = operands.join(x, self.plan.dtype)
+        x = x * factor
         for scales in self.parameters[:1]:
             x = x * self._of_rows(scales, g, 0)
         for minima in self.parameters[1:]:
