@@ -48,6 +48,7 @@ class Tiles:
         tile: int,
         options: AttentionOptions,
         taken: jax.Array | None = None,
+        most: int | None = None,
     ) -> "Tiles":
         """Cuts T rows into tiles of `tile` rows at most.
 
@@ -57,9 +58,11 @@ class Tiles:
           tile: rows of a tile.
           options: what a row sees.
           taken: `[B]` bool, the sequences whose rows are cut; None cuts all.
+          most: tiles, where the caller knows of a bound.
         """
         B = ragged.kv_lens.shape[0]
         count = T if tile == 1 else min(T, T // tile + B)
+        count = count if most is None else min(count, most)
         query_lens = ragged.query_starts[1:] - ragged.query_starts[:-1]
         if taken is not None:
             query_lens = jnp.where(taken, query_lens, 0)

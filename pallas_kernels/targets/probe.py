@@ -41,7 +41,7 @@ class Row(NamedTuple):
       vmem_bytes: of the core's fast memory, that the kernel takes.
       alias_bytes, pool_bytes: of the pool that the step updates in place; and of the pool.
       temp_bytes: that the program takes besides.
-      copied_bytes: of arrays of the pool, or as large, that the program moves whole.
+      copied_bytes: of the pool's arrays, told by type and shape, that the program moves whole.
     """
 
     kernel: str

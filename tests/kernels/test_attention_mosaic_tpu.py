@@ -82,6 +82,7 @@ class TestSmallBlocks(Simulated):
         "test_a_sequence_alone_has_the_bits_that_it_has_in_a_batch",
         "test_attention_over_codes_is_attention_over_what_they_decode_to",
         "test_large_channels_that_cancel_leave_logits_over_fixed_scales_exact",
+        "test_a_tile_of_many_queries_may_have_room_for_one",
         "test_no_page_is_read_for_a_part_of_the_keys_that_a_window_leaves_empty",
     )
 
@@ -140,6 +141,14 @@ class TestSmallBlocks(Simulated):
         )
         want, _ = naive_attention(batch, scale=D**-0.5)
         np.testing.assert_allclose(got.astype(jnp.float32), want, atol=1e-2)
+
+    def test_a_tile_of_many_queries_may_have_room_for_one(self, monkeypatch):
+        monkeypatch.setattr(
+            tuning, "block_sizes", lambda *_: BlockSizes(block_tokens=128, tile_rows=8)
+        )
+        jax.clear_caches()
+        batch = random_batch([40, 9], [5, 1], T=8, heads=(16, 1))
+        self.check(batch, self.place(batch))
 
     def test_no_page_is_read_for_a_part_of_the_keys_that_a_window_leaves_empty(self):
         batch = random_batch([100], [1], T=1)

@@ -223,9 +223,8 @@ def _attend(
     (T, H, _), K = q.shape, pages.num_kv_heads
     B, M = part.table.shape
     rows = _Rows.choose(H // K, pages, many)
-    tiles = Tiles.plan(part.ragged, T, rows.tile, options, taken)
-    if not many:  # so there is one a sequence at most, or T
-        tiles = tiles.group(0, min(T, B))
+    one_each = None if many else B  # or T, which are fewer
+    tiles = Tiles.plan(part.ragged, T, rows.tile, options, taken, one_each)
     row = tiles.first_row[:, None] + jnp.arange(rows.tile, dtype=jnp.int32)[None]  # [tiles, tile]
     live = row < tiles.end_row[:, None]
     bounds = part.bounds.T.at[row].get(mode="clip")  # [tiles, tile, 2]

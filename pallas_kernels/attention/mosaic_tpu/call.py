@@ -22,8 +22,8 @@ A row of a page is K and V of a token and head, cut into pieces as wide as a reg
 some of both, it is an operand of both products as it is: q is 0 in V's lanes, and K's lanes of the
 output are dropped.
 
-Codes come with the parameters of their page by a second DMA; fixed scales go into the queries and
-the output. Parameters multiply logits and weights, a number a key, not the codes, which a tile of
+Codes come with the parameters of their page by a second DMA; fixed scales multiply logits and
+outputs. Parameters multiply logits and weights, a number a key, not the codes, which a tile of
 one row multiplies as they are where the chip can. Source: FlashAttention-2, arXiv 2307.08691; the
 pipeline of pages is that of Ragged Paged Attention, arXiv 2604.15464.
 """
@@ -96,7 +96,7 @@ def ragged_paged_attention(
     if options.query_tile is not None or T <= B:
         return attend(min(options.query_tile or 1, many), None)
     return attend_by_length(
-        ragged, T, functools.partial(attend, 1), functools.partial(attend, many)
+        ragged, T, functools.partial(attend, 1, B), functools.partial(attend, many, None)
     )
 
 
@@ -108,16 +108,16 @@ def _attend(
     sinks: jax.Array | None,
     options: AttentionOptions,
     tile: int,
-    taken: jax.Array | None,
+    most: int | None,
+    taken: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of the rows of the sequences `taken [B]`; anything in the other rows."""
+    """Attention of the rows of the sequences `taken [B]`, which are `most` tiles if that is known;
+    anything in the other rows."""
     (T, H, D), M = q.shape, page_table.shape[1]
     K = pages.num_kv_heads
     plan = Plan.choose(q, pages, tile, M, options)
-    tiles = Tiles.plan(ragged, T, plan.num_chunks * plan.chunk, options, taken)
-    chunks = Tiles.plan(ragged, T, plan.chunk, options, taken)
-    if taken is not None and tile == 1:  # of each sequence one query at most
-        tiles = chunks = chunks.group(0, min(T, ragged.kv_lens.shape[0]))
+    tiles = Tiles.plan(ragged, T, plan.num_chunks * plan.chunk, options, taken, most)
+    chunks = Tiles.plan(ragged, T, plan.chunk, options, taken, most)
     smem = plan.smem_bytes(tiles.count)
     require(
         smem <= tpus.SMEM_BYTES,
