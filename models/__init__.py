@@ -1,4 +1,4 @@
 """A Flax NNX decoder with real weights: configs, checkpoints, tokenizers, chat templates.
 
-The parts are imported by name; `models.loading.load_model` is the front door.
+The parts are imported by name; `jaxkv.models.loading.load_model` is the front door.
 """

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 Message = Mapping[str, Any]
 

@@ -1,7 +1,7 @@
 """What a decoder computes, as one frozen type that every checkpoint form is read into.
 
-Not here: how the keys of a `config.json` or a GGUF file are read (`models.checkpoints`), nor the
-decoder itself (`models.decoder`).
+Not here: how the keys of a `config.json` or a GGUF file are read (`jaxkv.models.checkpoints`), nor
+the decoder itself (`jaxkv.models.decoder`).
 """
 
 from dataclasses import dataclass

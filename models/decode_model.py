@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, LayerSpec
-from models import rope
-from models.config import ModelConfig
-from models.decoder import Decoder
+from jaxkv.models import rope
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder import Decoder
 
 ParamPath = tuple[str | int, ...]
 Params = tuple[jax.Array, ...]

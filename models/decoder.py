@@ -2,7 +2,7 @@
 
 It takes a step's tokens and the cache, and returns hidden states and the new cache; the output
 head is a call of its own, since a step needs logits of few rows. Differences between families are
-fields of ModelConfig. Not here: reading weights (`models.loading`), sampling, batching.
+fields of ModelConfig. Not here: reading weights (`jaxkv.models.loading`), sampling, batching.
 """
 
 import jax
@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 from jaxkv.attention import AttentionBackend, StepInputs, update_and_attend
 from jaxkv.cache import KVCache
-from models import rope
-from models.config import ModelConfig
-from models.layers import AttentionProjections, Mlp, RmsNorm, project
+from jaxkv.models import rope
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.layers import AttentionProjections, Mlp, RmsNorm, project
 
 
 class DecoderLayer(nnx.Module):
@@ -33,7 +33,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer with random weights; `models.loading` fills in real ones."""
+    """A decoder-only transformer with random weights; `jaxkv.models.loading` fills in real ones."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         V, E = config.vocab_size, config.width

@@ -7,9 +7,9 @@ goes through the paged cache.
 import jax
 import jax.numpy as jnp
 
-from models import rope
-from models.config import AttentionConfig
-from models.decoder import Decoder, maybe
+from jaxkv.models import rope
+from jaxkv.models.config import AttentionConfig
+from jaxkv.models.decoder import Decoder, maybe
 
 
 def dense_logits(decoder: Decoder, tokens: jax.Array) -> jax.Array:

@@ -19,8 +19,8 @@ from jaxkv.cache import KVRanges, preferred_page_size
 from jaxkv.compress import Budget, Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError
 from jaxkv.eval import HarnessModel
-from models.loading import load_model
-from models.tokenizer import StreamDecoder
+from jaxkv.models.loading import load_model
+from jaxkv.models.tokenizer import StreamDecoder
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class JaxkvLM(LM):
         """Loads a model; the harness gives these as `model_args`.
 
         Args:
-          model: as everywhere (`models.loading.load_model`).
+          model: as everywhere (`jaxkv.models.loading.load_model`).
           kv_format: how K and V are stored.
           method: drops tokens; None keeps all.
           budget: what the method keeps.

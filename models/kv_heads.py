@@ -20,9 +20,9 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from models.decode_model import FlaxDecodeModel, ParamPath
-from models.errors import ModelError
-from models.weights import abstract_model
+from jaxkv.models.decode_model import FlaxDecodeModel, ParamPath
+from jaxkv.models.errors import ModelError
+from jaxkv.models.weights import abstract_model
 
 Pooling = Literal["mean", "first", "random", "aligned"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)

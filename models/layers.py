@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.config import Activation, ModelConfig
+from jaxkv.models.config import Activation, ModelConfig
 
 # XLA's CPU products of a few rows are much faster with the weight on the left: from 2 rows, where
 # it stops being a matrix-vector product, to where packing the weight no longer shows.

@@ -1,8 +1,8 @@
 """The front door: whatever a `--model` may name, loaded with its tokenizer.
 
-A name of `models.pretrained.RELEASES`, a Hugging Face directory, a GGUF file, or a checkpoint of
-our own. Not here: how each is read (`models.checkpoints`, `models.orbax_checkpoint`), nor how
-tensors become parameters (`models.weights`).
+A name of `jaxkv.models.pretrained.RELEASES`, a Hugging Face directory, a GGUF file, or a checkpoint
+that `jaxkv convert` wrote. How each is read: `jaxkv.models.checkpoints` and
+`jaxkv.models.orbax_checkpoint`. How tensors become parameters: `jaxkv.models.weights`.
 """
 
 from dataclasses import dataclass, replace
@@ -11,13 +11,13 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from models.checkpoints import open_checkpoint
-from models.checkpoints.gguf_reader import GgufCheckpoint
-from models.decode_model import FlaxDecodeModel
-from models.errors import ModelError
-from models.pretrained import RELEASES, model_path
-from models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
-from models.weights import DTYPES, Progress, load_weights
+from jaxkv.models.checkpoints import open_checkpoint
+from jaxkv.models.checkpoints.gguf_reader import GgufCheckpoint
+from jaxkv.models.decode_model import FlaxDecodeModel
+from jaxkv.models.errors import ModelError
+from jaxkv.models.pretrained import RELEASES, model_path
+from jaxkv.models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
+from jaxkv.models.weights import DTYPES, Progress, load_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +52,9 @@ def load_model(
     """Loads a model, tensor by tensor; a named one is downloaded the first time.
 
     Args:
-      name_or_path: a key of `models.pretrained.RELEASES`, which wins over a path of that name; a
-        directory of `config.json` and `.safetensors` files; a `.gguf` file; or a directory that
-        `models.orbax_checkpoint.save_checkpoint` wrote.
+      name_or_path: a key of `jaxkv.models.pretrained.RELEASES`, which wins over a path;
+        a directory of `config.json` and `.safetensors` files; a `.gguf` file; or a directory that
+        `jaxkv.models.orbax_checkpoint.save_checkpoint` wrote.
       dtype: of the matrices: float32, bfloat16 or float16. Norm weights are float32 always.
       progress: called with the bytes of parameters that are in place, and their total.
 
@@ -66,7 +66,7 @@ def load_model(
     path = model_path(name_or_path) if name_or_path in RELEASES else Path(name_or_path)
     if (path / "jaxkv.json").is_file():
         # Imported late: Orbax takes a second to import, and few runs need it.
-        from models.orbax_checkpoint import open_orbax
+        from jaxkv.models.orbax_checkpoint import open_orbax
 
         return _named(open_orbax(path, dtype, progress=progress), name_or_path)
     is_gguf = path.is_file() and path.suffix == ".gguf"
@@ -74,7 +74,7 @@ def load_model(
         raise ModelError(
             f"{name_or_path!r} is no model; what may be given: {', '.join(RELEASES)}, a Hugging "
             "Face directory (config.json and .safetensors files), a .gguf file, or a directory "
-            "that `python scripts convert` wrote"
+            "that `jaxkv convert` wrote"
         )
     checkpoint = open_checkpoint(path)
     if isinstance(checkpoint, GgufCheckpoint):

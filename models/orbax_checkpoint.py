@@ -20,15 +20,15 @@ import jax
 import orbax.checkpoint as ocp
 from jax.typing import DTypeLike
 
-from models.checkpoints.config_json import config_from_json, config_to_json
-from models.checkpoints.gguf_file import open_gguf
-from models.config import ModelConfig
-from models.decode_model import FlaxDecodeModel, ParamPath
-from models.errors import ModelError
-from models.loading import LoadedModel
-from models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
-from models.weights import DTYPES, Progress, abstract_model
-from models.whole_files import are_sums, check_sums, sums_of
+from jaxkv.models.checkpoints.config_json import config_from_json, config_to_json
+from jaxkv.models.checkpoints.gguf_file import open_gguf
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decode_model import FlaxDecodeModel, ParamPath
+from jaxkv.models.errors import ModelError
+from jaxkv.models.loading import LoadedModel
+from jaxkv.models.tokenizer import Tokenizer, tokenizer_from_dir, tokenizer_from_gguf
+from jaxkv.models.weights import DTYPES, Progress, abstract_model
+from jaxkv.models.whole_files import are_sums, check_sums, sums_of
 
 HEADER, PARAMS, TOKENIZER = "jaxkv.json", "params", "tokenizer"
 VERSION = 1
@@ -115,7 +115,7 @@ def _read_header(path: Path) -> dict[str, Any]:
         header = json.loads(file.read_bytes())
     except OSError:
         raise ModelError(
-            f"{path}: has no {HEADER}, so it is no checkpoint that `python scripts convert` wrote"
+            f"{path}: has no {HEADER}, so it is no checkpoint that `jaxkv convert` wrote"
         ) from None
     except ValueError:
         header = None

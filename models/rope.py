@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from jaxkv.models.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -18,10 +18,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from models.decode_model import FlaxDecodeModel, Params
-from models.dense import dense_logits
-from models.errors import ModelError
-from models.whole_files import are_sums, check_sums, sums_of, write_whole
+from jaxkv.models.decode_model import FlaxDecodeModel, Params
+from jaxkv.models.dense import dense_logits
+from jaxkv.models.errors import ModelError
+from jaxkv.models.whole_files import are_sums, check_sums, sums_of, write_whole
 
 OnStep = Callable[[int, float], object]
 SUMS = "sums.json"  # of the files of the last state, in the folder of states

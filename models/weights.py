@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.checkpoints import Checkpoint
-from models.config import ModelConfig
-from models.decode_model import FlaxDecodeModel, ParamPath
-from models.decoder import Decoder
+from jaxkv.models.checkpoints import Checkpoint
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.decode_model import FlaxDecodeModel, ParamPath
+from jaxkv.models.decoder import Decoder
 
 Progress = Callable[[int, int], None]
 DTYPES = ("float32", "bfloat16", "float16")  # that matrices may have
@@ -107,7 +107,7 @@ def _to_device(buffer: np.ndarray) -> jax.Array:
 
 
 def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Place of each tensor of `models.checkpoints.names.tensor_shapes(config)`."""
+    """Place of each tensor of `jaxkv.models.checkpoints.names.tensor_shapes(config)`."""
     attention = config.attention
     q_rows = attention.num_heads * attention.head_dim
     kv_rows = attention.num_kv_heads * attention.head_dim

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 Sums = dict[str, list[int]]
 _BLOCK_BYTES = 1 << 20

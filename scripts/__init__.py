@@ -1,1 +1,1 @@
-"""Thin command-line mains over the library: `python scripts` lists them."""
+"""`python scripts` lists the commands: those of `jaxkv`, benchmarks, device checks and studies."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from models.pretrained import model_path
+from jaxkv.models.pretrained import model_path
 
 ROOT = Path(__file__).resolve().parents[1]
 

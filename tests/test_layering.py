@@ -14,13 +14,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("pallas_kernels", "jaxkv", "models", "scripts")
-OURS = (*PACKAGES, "tests")
+# Each top-level folder, and the name that its modules are imported by.
+FOLDERS = {
+    "pallas_kernels": "pallas_kernels",
+    "jaxkv": "jaxkv",
+    "models": "jaxkv.models",
+    "scripts": "scripts",
+}
+OURS = ("pallas_kernels", "jaxkv", "models", "scripts", "tests")
 NAMELESS = {"utils", "util", "common", "helpers", "misc"}
 
 ANY = ("*",)
 ARRAYS = ("jax", "jaxlib", "ml_dtypes", "numpy")
 CHECKPOINTS = ("flax", "gguf", "jinja2", "optax", "orbax", "safetensors", "tokenizers", "tqdm")
+# What a model may import: the cache and the engine, not the commands and the analysis.
+LIBRARY = (
+    "jaxkv.attention",
+    "jaxkv.cache",
+    "jaxkv.compress",
+    "jaxkv.engine",
+    "jaxkv.eval",
+    "jaxkv.models",
+    "jaxkv.prefix",
+    "pallas_kernels",
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +65,11 @@ RULES = {
     "jaxkv.engine": Rule(
         ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress"), outside=ARRAYS
     ),
-    # Importable with the extra `eval` alone.
-    "models.harness": Rule(ours=("jaxkv", "models"), outside=("lm_eval", "tqdm")),
-    "models": Rule(ours=("jaxkv", "pallas_kernels"), outside=ARRAYS + CHECKPOINTS),
-    "scripts": Rule(ours=("jaxkv", "pallas_kernels", "models"), outside=ANY),
+    # Importable only with the extra `eval`.
+    "jaxkv.models.harness": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
+    "jaxkv.models": Rule(ours=LIBRARY, outside=ARRAYS + CHECKPOINTS),
+    "jaxkv.cli": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),
+    "scripts": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),
 }
 
 
@@ -68,9 +86,10 @@ def read_modules(root: Path) -> dict[str, Module]:
     """Returns name -> module for every source file under the packages of `root`."""
     trees: dict[str, ast.Module] = {}
     packages: set[str] = set()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            parts = path.relative_to(root).with_suffix("").parts
+    for folder, package in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            inside = path.relative_to(root / folder).with_suffix("").parts
+            parts = (*package.split("."), *inside)
             if parts[-1] == "__init__":
                 parts = parts[:-1]
                 packages.add(".".join(parts))
@@ -164,8 +183,8 @@ def test_the_packages_keep_to_the_rules():
 
 def test_every_module_of_the_packages_is_read():
     names = read_modules(ROOT).keys()
-    assert {"models.errors", "scripts.__main__"} <= names
-    assert len(names) == sum(len(list((ROOT / p).rglob("*.py"))) for p in PACKAGES)
+    assert {"jaxkv.models.errors", "scripts.__main__"} <= names
+    assert len(names) == sum(len(list((ROOT / p).rglob("*.py"))) for p in FOLDERS)
 
 
 ALLOWED = {
@@ -177,8 +196,9 @@ ALLOWED = {
     "jaxkv/replay/trace.py": "from jaxkv.prefix import pool",
     "jaxkv/engine/__init__.py": "",
     "jaxkv/engine/step.py": "from .. import attention\nfrom ..prefix import pool",
-    "models/decoder.py": "from flax import nnx\nfrom jaxkv.engine.step import x\nimport jaxkv",
-    "scripts/score.py": "import models.decoder\nimport transformers",
+    "models/decoder.py": "from flax import nnx\nfrom jaxkv.engine.step import x",
+    "jaxkv/cli/score.py": "import jaxkv.models.decoder\nimport transformers",
+    "scripts/bench.py": "import jaxkv.cli.score",
 }
 
 
@@ -203,30 +223,32 @@ def test_a_tree_that_follows_every_arrow_is_clean(tmp_path):
         ("jaxkv.prefix.b", "from jaxkv import attention", " may not import jaxkv.attention"),
         ("jaxkv.ledger", "from jaxkv.prefix import pool", " may not import jaxkv.prefix.pool"),
         ("jaxkv.cache.b", "from ..engine import step", " may not import jaxkv.engine.step"),
-        ("jaxkv.engine.b", "def f():\n  import models", " may not import models"),
-        ("models.b", "from scripts.score import x", " may not import scripts.score"),
+        ("jaxkv.engine.b", "def f():\n  import jaxkv.models.c", " may not import jaxkv.models.c"),
+        ("jaxkv.cli.b", "from scripts.bench import x", " may not import scripts.bench"),
+        ("jaxkv.models.c", "import models.decoder", " may not import models.decoder"),
+        ("jaxkv.models.b", "from jaxkv.cli.score import x", " may not import jaxkv.cli.score"),
         ("scripts.b", "import tests.conftest", " may not import tests.conftest"),
         ("jaxkv.news", "", ": no rule says what it may import"),
-        ("models._utils", "", ": a module is named for what it holds, not utils"),
+        ("jaxkv.models._utils", "", ": a module is named for what it holds, not utils"),
     ],
 )
 def test_a_broken_rule_is_named(tmp_path, module, source, complaint):
-    path = module.replace(".", "/") + ".py"
+    path = module.replace(".", "/").replace("jaxkv/models", "models") + ".py"
     assert violations(write_tree(tmp_path, {**ALLOWED, path: source})) == [module + complaint]
 
 
 @pytest.mark.parametrize(
     "back, is_cycle",
     [
-        ("import models.a", True),
-        ("class C:\n  from models import a", True),
-        ("def f():\n  import models.a", False),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import models.a", False),
+        ("import jaxkv.models.a", True),
+        ("class C:\n  from jaxkv.models import a", True),
+        ("def f():\n  import jaxkv.models.a", False),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import jaxkv.models.a", False),
     ],
     ids=["top", "class body", "function", "type checking"],
 )
 def test_only_imports_that_run_at_load_time_make_a_cycle(tmp_path, back, is_cycle):
-    root = write_tree(tmp_path, {"models/a.py": "import models.b", "models/b.py": back})
+    root = write_tree(tmp_path, {"models/a.py": "import jaxkv.models.b", "models/b.py": back})
     found = violations(root)
     assert len(found) == is_cycle
-    assert all(sentence.startswith("modules load each other: models.") for sentence in found)
+    assert all(sentence.startswith("modules load each other: jaxkv.models.") for sentence in found)

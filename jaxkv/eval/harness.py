@@ -3,7 +3,7 @@ and answers up to a stop, by an engine in any format and under any method that d
 
 Words are those of lm-evaluation-harness. Under a method that drops tokens of a context, the context
 of a continuation loses them before the continuation is scored; a prompt to be answered loses them
-at its end. Not here: the harness itself (`models.harness` is its side).
+at its end. Not here: the harness itself (`jaxkv.models.harness` is its side).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

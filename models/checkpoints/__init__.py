@@ -7,10 +7,10 @@ Not here: checkpoints of our own, which Orbax writes, and the names of models th
 
 from pathlib import Path
 
-from models.checkpoints.base import Checkpoint, CheckpointTensor
-from models.checkpoints.gguf_reader import open_gguf_checkpoint
-from models.checkpoints.safetensors_dir import open_safetensors
-from models.errors import ModelError
+from jaxkv.models.checkpoints.base import Checkpoint, CheckpointTensor
+from jaxkv.models.checkpoints.gguf_reader import open_gguf_checkpoint
+from jaxkv.models.checkpoints.safetensors_dir import open_safetensors
+from jaxkv.models.errors import ModelError
 
 __all__ = ["Checkpoint", "CheckpointTensor", "open_checkpoint"]
 

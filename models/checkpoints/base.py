@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from models.config import ModelConfig
+from jaxkv.models.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import asdict, fields
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
-from models.errors import ModelError
+from jaxkv.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
+from jaxkv.models.errors import ModelError
 
 _SCALING_NAMES: dict[type, str] = {
     LinearScaling: "linear",

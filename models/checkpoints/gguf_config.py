@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.gguf_file import GgufFile
-from models.checkpoints.hf_rope import longest_sequence, yarn_magnitude
-from models.checkpoints.keys import Keys
-from models.checkpoints.rope_freqs import scaling_from_divisors
-from models.config import (
+from jaxkv.models.checkpoints.gguf_file import GgufFile
+from jaxkv.models.checkpoints.hf_rope import longest_sequence, yarn_magnitude
+from jaxkv.models.checkpoints.keys import Keys
+from jaxkv.models.checkpoints.rope_freqs import scaling_from_divisors
+from jaxkv.models.config import (
     AttentionConfig,
     LayerConfig,
     LinearScaling,
@@ -26,7 +26,7 @@ from models.config import (
     RopeScaling,
     YarnScaling,
 )
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 ROPE_FREQS = "rope_freqs.weight"
 _HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})

@@ -1,6 +1,6 @@
 """A GGUF file, opened: its metadata, and its tensors dequantised a block at a time.
 
-Not here: what keys and tensor names mean (`gguf_config`, `gguf_reader`, `models.tokenizer`).
+Not here: what keys and tensor names mean (`gguf_config`, `gguf_reader`, `jaxkv.models.tokenizer`).
 
 The header is walked here and not by `gguf.GGUFReader`, which makes numpy arrays of every string:
 tens of seconds for the 262,144 tokens of Gemma 3, where this takes a tenth of one. Values are read
@@ -21,7 +21,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # codes of `struct`
 _STRING, _ARRAY = 8, 9

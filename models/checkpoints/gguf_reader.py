@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from models.checkpoints.base import CheckpointTensor
-from models.checkpoints.gguf_config import ROPE_FREQS, config_from_gguf
-from models.checkpoints.gguf_file import GgufFile, GgufTensor, open_gguf
-from models.checkpoints.names import check_tensors
-from models.config import ModelConfig
+from jaxkv.models.checkpoints.base import CheckpointTensor
+from jaxkv.models.checkpoints.gguf_config import ROPE_FREQS, config_from_gguf
+from jaxkv.models.checkpoints.gguf_file import GgufFile, GgufTensor, open_gguf
+from jaxkv.models.checkpoints.names import check_tensors
+from jaxkv.models.config import ModelConfig
 
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.checkpoints.hf_rope import FULL, SLIDING, longest_sequence, ropes_from_hf
-from models.checkpoints.keys import Keys
-from models.config import Activation, AttentionConfig, LayerConfig, ModelConfig
-from models.errors import ModelError
+from jaxkv.models.checkpoints.hf_rope import FULL, SLIDING, longest_sequence, ropes_from_hf
+from jaxkv.models.checkpoints.keys import Keys
+from jaxkv.models.config import Activation, AttentionConfig, LayerConfig, ModelConfig
+from jaxkv.models.errors import ModelError
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoints.keys import Keys
-from models.config import LinearScaling, Llama3Scaling, RopeConfig, RopeScaling, YarnScaling
-from models.errors import ModelError
+from jaxkv.models.checkpoints.keys import Keys
+from jaxkv.models.config import LinearScaling, Llama3Scaling, RopeConfig, RopeScaling, YarnScaling
+from jaxkv.models.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _LAYER_TYPES = frozenset({FULL, SLIDING})

@@ -13,7 +13,7 @@ Not here: which keys a file has (`hf_config`, `gguf_config`).
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 
 class Keys:

@@ -8,8 +8,8 @@ Not here: where a tensor lies in a file, nor how it is stored.
 
 from collections.abc import Mapping
 
-from models.config import ModelConfig
-from models.errors import ModelError
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.errors import ModelError
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from models.config import Llama3Scaling
+from jaxkv.models.config import Llama3Scaling
 
 _TOLERANCE = 1e-5  # relative; the divisors are float32
 

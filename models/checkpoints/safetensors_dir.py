@@ -18,11 +18,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.checkpoints.base import CheckpointTensor
-from models.checkpoints.hf_config import config_from_hf
-from models.checkpoints.names import check_tensors
-from models.config import ModelConfig
-from models.errors import ModelError
+from jaxkv.models.checkpoints.base import CheckpointTensor
+from jaxkv.models.checkpoints.hf_config import config_from_hf
+from jaxkv.models.checkpoints.names import check_tensors
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.errors import ModelError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 # Each pattern is data of the models trained with it; one changed character changes tokens.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

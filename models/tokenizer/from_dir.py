@@ -13,15 +13,15 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from models.errors import ModelError
-from models.tokenizer.pieces import (
+from jaxkv.models.errors import ModelError
+from jaxkv.models.tokenizer.pieces import (
     SPACE_MARK,
     ByteLevelSpelling,
     SentencePieceSpelling,
     Spelling,
     byte_alphabet,
 )
-from models.tokenizer.tokenizer import END_TOKENS, Tokenizer
+from jaxkv.models.tokenizer.tokenizer import END_TOKENS, Tokenizer
 
 
 def tokenizer_from_dir(path: Path) -> Tokenizer:

@@ -13,17 +13,17 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from models.errors import ModelError
-from models.tokenizer.byte_level_bpe import byte_level_backend, pre_tokenizer_kind
-from models.tokenizer.pieces import (
+from jaxkv.models.errors import ModelError
+from jaxkv.models.tokenizer.byte_level_bpe import byte_level_backend, pre_tokenizer_kind
+from jaxkv.models.tokenizer.pieces import (
     SPACE_MARK,
     ByteLevelSpelling,
     SentencePieceSpelling,
     Spelling,
     byte_alphabet,
 )
-from models.tokenizer.sentencepiece_bpe import sentencepiece_backend
-from models.tokenizer.tokenizer import END_TOKENS, Tokenizer
+from jaxkv.models.tokenizer.sentencepiece_bpe import sentencepiece_backend
+from jaxkv.models.tokenizer.tokenizer import END_TOKENS, Tokenizer
 
 
 class _Type(IntEnum):

@@ -1,7 +1,8 @@
 """Which bytes a vocabulary's token strings stand for, in the two spellings in use.
 
 A token may hold part of a character, so tokens become bytes one by one, and only the joined bytes
-become text. Not here: which tokens are left out, and the joining (`models.tokenizer.tokenizer`).
+become text. Which tokens are left out, and how the pieces are joined, is decided in
+`jaxkv.models.tokenizer.tokenizer`.
 """
 
 import re

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from models.tokenizer.pieces import SPACE_MARK
+from jaxkv.models.tokenizer.pieces import SPACE_MARK
 
 
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import tokenizers
 
-from models.errors import ModelError
-from models.tokenizer.pieces import Spelling
+from jaxkv.models.errors import ModelError
+from jaxkv.models.tokenizer.pieces import Spelling
 
 # Tokens that end an answer whatever the metadata says: an instruct model whose `eos` is still that
 # of its base model would otherwise talk on, playing both sides of the conversation.
@@ -42,7 +42,7 @@ class Tokenizer:
       bos_id: the beginning-of-sequence token, whether or not `prefix_ids` holds it.
       stop_ids: each of them ends an answer.
       special_tokens: texts that chat templates name: `bos_token`, `eos_token`, `unk_token`, ...
-      chat_template: Jinja source, for `models.chat.render_chat`.
+      chat_template: Jinja source, for `jaxkv.models.chat.render_chat`.
     """
 
     backend: tokenizers.Tokenizer

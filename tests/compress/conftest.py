@@ -9,8 +9,8 @@ pytest.register_assert_rewrite("tests.engine.tiny")  # before it is imported
 
 
 def decoder_of(windows: tuple[int | None, ...], seed: int):
-    from models.config import LayerConfig, RopeConfig
-    from models.decoder import Decoder
+    from jaxkv.models.config import LayerConfig, RopeConfig
+    from jaxkv.models.decoder import Decoder
     from tests.engine.tiny import TINY, Tiny
 
     rope = RopeConfig(theta=100.0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models.decoder import Decoder
+from jaxkv.models.decoder import Decoder
 from tests.compress import naive_scores
 from tests.compress.naive_scores import best, best_of_layer
 from tests.models.numpy_decoder import array, capped, mlp, norm, rotated

@@ -11,8 +11,8 @@ from jaxkv.compress import METHODS, SCORES, WINDOWS, Budget, Compression, num_pr
 from jaxkv.compress.compressor import _choose_in_layer
 from jaxkv.compress.method import FORCED, LayerTokens, Queries, ranks
 from jaxkv.compress.pyramidkv import PyramidKV
-from models import rope
-from models.config import RopeConfig
+from jaxkv.models import rope
+from jaxkv.models.config import RopeConfig
 from tests.compress import naive_scores
 
 H, K, D = 4, 2, 8

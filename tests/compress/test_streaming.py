@@ -10,7 +10,7 @@ import pytest
 from jaxkv.cache import CacheSpec, LayerSpec, choose_formats, init_cache
 from jaxkv.compress import Budget, Compression
 from jaxkv.engine import Engine, EngineConfig, Request
-from models.decoder import Decoder
+from jaxkv.models.decoder import Decoder
 from tests.engine.disturbances import logit_bits, preempt_at
 from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
 from tests.models.numpy_decoder import array, mlp, norm, rotated

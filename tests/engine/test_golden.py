@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxkv.engine import Completion, Engine, EngineConfig, Request
-from models.config import AttentionConfig
-from models.decoder import Decoder
+from jaxkv.models.config import AttentionConfig
+from jaxkv.models.decoder import Decoder
 from tests.engine.tiny import TINY, Tiny, decode_model, random_prompts, run
 
 LENGTHS = (1, 7, 8, 9, 33, 64, 90, 150)

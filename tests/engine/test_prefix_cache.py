@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 
 from jaxkv.engine import Engine, EngineConfig, Request, RequestError, SamplingParams, beam_search
+from jaxkv.models.decoder import Decoder
 from jaxkv.prefix import pack
 from jaxkv.prefix.events import replay
-from models.decoder import Decoder
 from tests.engine.disturbances import preempt_at
 from tests.engine.tiny import TINY, Tiny, decode_model, random_prompts, run
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkv.engine import Engine, EngineConfig, Request
 from jaxkv.engine.step import StepFunctions
-from models.loading import load_model
+from jaxkv.models.loading import load_model
 from tests.engine.disturbances import Disturb, logit_bits, preempt_at
 
 

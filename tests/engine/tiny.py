@@ -10,10 +10,10 @@ from jaxkv.cache import KVCache, check_cache, check_tables
 from jaxkv.engine import Completion, Delta, Engine, EngineConfig, Request
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions, StepShape
+from jaxkv.models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
+from jaxkv.models.decode_model import FlaxDecodeModel
+from jaxkv.models.decoder import Decoder
 from jaxkv.prefix import check_integrity
-from models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
-from models.decode_model import FlaxDecodeModel
-from models.decoder import Decoder
 from tests.models.numpy_decoder import decode_naively
 
 V = 97

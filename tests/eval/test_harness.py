@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
+from jaxkv.cli import console, harness
 from jaxkv.compress import Budget, Compression
 from jaxkv.engine import Engine, Request, RequestError
 from jaxkv.eval import HarnessModel
-from models.loading import load_model
-from scripts import console, harness
+from jaxkv.models.loading import load_model
 from tests.engine.tiny import BytesDetokenizer, CheckedEngine, Tiny, V, run
 from tests.models.tiny_checkpoint import write_gguf
 

@@ -10,7 +10,7 @@ from jaxkv.cache import choose_formats
 from jaxkv.compress import Budget, Compression
 from jaxkv.engine import Request
 from jaxkv.eval import Setting, kv_ranges, measure
-from models.loading import load_model
+from jaxkv.models.loading import load_model
 from tests.engine.tiny import Tiny, random_prompts
 
 TEXT = Path(__file__).resolve().parents[3] / "shared" / "text" / "persuasion.txt"

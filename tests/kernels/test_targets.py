@@ -10,7 +10,7 @@ from pallas_kernels.attention.mosaic_tpu.tuning import TABLES
 from pallas_kernels.targets import TPU_TARGETS, find_compiler, read_schedule
 from pallas_kernels.targets.cases import DTYPES, NAMES, Shape
 from pallas_kernels.targets.probe import Row, probe
-from tests.scripts.test_console import run_scripts
+from tests.cli.test_console import run_scripts
 
 needs_compiler = pytest.mark.skipif(
     find_compiler() is None, reason="libtpu, which compiles for TPUs, is absent"

@@ -28,8 +28,8 @@ from jaxkv.ledger import formats as ledger_formats
 from jaxkv.ledger.memory import step_weight_bytes
 from jaxkv.ledger.plan import make_plan
 from jaxkv.ledger.shapes import Heads
-from models.checkpoints.gguf_config import config_from_gguf
-from models.checkpoints.gguf_file import open_gguf
+from jaxkv.models.checkpoints.gguf_config import config_from_gguf
+from jaxkv.models.checkpoints.gguf_file import open_gguf
 
 REAL = ("smollm2-135m", "gemma3-270m")
 CHOICES = (

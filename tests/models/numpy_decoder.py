@@ -6,8 +6,8 @@ Reads the same parameters, and shares no code: one sequence at a time, whole, on
 import numpy as np
 from flax import nnx
 
-from models.config import LinearScaling, ModelConfig, RopeConfig
-from models.decoder import Decoder
+from jaxkv.models.config import LinearScaling, ModelConfig, RopeConfig
+from jaxkv.models.decoder import Decoder
 
 
 def decode_naively(decoder: Decoder, tokens: list[int]) -> np.ndarray:

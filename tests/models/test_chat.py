@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from models.chat import render_chat
-from models.checkpoints.gguf_file import open_gguf
-from models.errors import ModelError
-from models.tokenizer import tokenizer_from_gguf
+from jaxkv.models.chat import render_chat
+from jaxkv.models.checkpoints.gguf_file import open_gguf
+from jaxkv.models.errors import ModelError
+from jaxkv.models.tokenizer import tokenizer_from_gguf
 
 USER = {"role": "user", "content": "Explain what a hash table is in two sentences."}
 

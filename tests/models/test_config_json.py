@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.checkpoints.config_json import config_from_json, config_to_json
-from models.config import (
+from jaxkv.models.checkpoints.config_json import config_from_json, config_to_json
+from jaxkv.models.config import (
     AttentionConfig,
     LayerConfig,
     LinearScaling,
@@ -19,7 +19,7 @@ from models.config import (
     RopeConfig,
     YarnScaling,
 )
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 CONFIG = ModelConfig(
     family="gemma3",

@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import CacheSpec, KVCache, LayerSpec, choose_formats, init_cache
-from models.config import AttentionConfig, LayerConfig, LinearScaling, ModelConfig, RopeConfig
-from models.decoder import Decoder
-from models.layers import project
+from jaxkv.models.config import AttentionConfig, LayerConfig, LinearScaling, ModelConfig, RopeConfig
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.layers import project
 from tests.models.numpy_decoder import decode_naively
 
 V, P, M = 61, 8, 8

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from models.checkpoints import open_checkpoint
-from models.checkpoints.hf_config import config_from_hf
-from models.checkpoints.names import tensor_shapes
-from models.config import LinearScaling, ModelConfig, YarnScaling
-from models.errors import ModelError
+from jaxkv.models.checkpoints import open_checkpoint
+from jaxkv.models.checkpoints.hf_config import config_from_hf
+from jaxkv.models.checkpoints.names import tensor_shapes
+from jaxkv.models.config import LinearScaling, ModelConfig, YarnScaling
+from jaxkv.models.errors import ModelError
 
 NUM_LAYERS = 7
 HF_SIZES = {

@@ -8,8 +8,8 @@ import gguf
 import numpy as np
 import pytest
 
-from models.checkpoints.gguf_file import open_gguf
-from models.errors import ModelError
+from jaxkv.models.checkpoints.gguf_file import open_gguf
+from jaxkv.models.errors import ModelError
 
 Kind = gguf.GGMLQuantizationType
 

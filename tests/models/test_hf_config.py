@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from models.checkpoints.hf_config import config_from_hf
-from models.config import (
+from jaxkv.models.checkpoints.hf_config import config_from_hf
+from jaxkv.models.config import (
     AttentionConfig,
     LayerConfig,
     LinearScaling,
@@ -17,7 +17,7 @@ from models.config import (
     RopeConfig,
     YarnScaling,
 )
-from models.errors import ModelError
+from jaxkv.models.errors import ModelError
 
 SIZES = {
     "vocab_size": 320,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.config import AttentionConfig
-from models.decode_model import FlaxDecodeModel
-from models.decoder import Decoder
-from models.dense import dense_logits
-from models.errors import ModelError
-from models.kv_heads import POOLINGS, with_kv_heads
+from jaxkv.models.config import AttentionConfig
+from jaxkv.models.decode_model import FlaxDecodeModel
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.dense import dense_logits
+from jaxkv.models.errors import ModelError
+from jaxkv.models.kv_heads import POOLINGS, with_kv_heads
 from tests.engine.tiny import TINY, V, decode_model
 
 H, D = 4, 8

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import models.loading
-from models.errors import ModelError
-from models.loading import LoadedModel, load_model
-from models.orbax_checkpoint import save_checkpoint
+from jaxkv.models import loading
+from jaxkv.models.errors import ModelError
+from jaxkv.models.loading import LoadedModel, load_model
+from jaxkv.models.orbax_checkpoint import save_checkpoint
 from tests.conftest import ROOT
 from tests.models import tiny_checkpoint
 from tests.models.tiny_checkpoint import random_weights, write_gguf, write_hf
@@ -85,9 +85,7 @@ def test_progress_counts_the_bytes_of_all_parameters(path):
 
 
 def test_a_released_model_is_known_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        models.loading, "model_path", lambda name: write_gguf(tmp_path / f"{name}.gguf")
-    )
+    monkeypatch.setattr(loading, "model_path", lambda name: write_gguf(tmp_path / f"{name}.gguf"))
     loaded = load_model("smollm2-135m")
     assert (loaded.name, loaded.source) == ("smollm2-135m", tmp_path / "smollm2-135m.gguf")
 
@@ -149,7 +147,7 @@ def test_jit_has_a_flat_tuple_of_parameters_to_walk(tmp_path):
 MEASURE = """
 import re, sys
 from pathlib import Path
-from models.loading import load_model
+from jaxkv.models.loading import load_model
 
 def peak():
     # Of this program alone: getrusage has that of the process it was forked from too.

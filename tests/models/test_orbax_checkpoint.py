@@ -9,10 +9,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-import models.orbax_checkpoint
-from models.errors import ModelError
-from models.loading import LoadedModel, load_model
-from models.orbax_checkpoint import HEADER, open_orbax, save_checkpoint
+from jaxkv.models import orbax_checkpoint
+from jaxkv.models.errors import ModelError
+from jaxkv.models.loading import LoadedModel, load_model
+from jaxkv.models.orbax_checkpoint import HEADER, open_orbax, save_checkpoint
 from tests.models.tiny_checkpoint import CONFIG, write_gguf, write_hf
 
 TEXT = "the other\n the  42<|im_end|>"
@@ -113,7 +113,7 @@ def test_a_write_that_breaks_off_leaves_nothing(saved, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     loaded = open_orbax(saved)
-    monkeypatch.setattr(models.orbax_checkpoint, "_save_params", fail)
+    monkeypatch.setattr(orbax_checkpoint, "_save_params", fail)
     with pytest.raises(ModelError, match="own: cannot be written: No space left on device"):
         save_checkpoint(tmp_path / "own", loaded)
     assert list(tmp_path.iterdir()) == []

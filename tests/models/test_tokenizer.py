@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from models.checkpoints.gguf_file import open_gguf
-from models.errors import ModelError
-from models.tokenizer import StreamDecoder, Tokenizer, tokenizer_from_gguf
+from jaxkv.models.checkpoints.gguf_file import open_gguf
+from jaxkv.models.errors import ModelError
+from jaxkv.models.tokenizer import StreamDecoder, Tokenizer, tokenizer_from_gguf
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 CASES = (

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from models.errors import ModelError
-from models.tokenizer import StreamDecoder, tokenizer_from_dir
+from jaxkv.models.errors import ModelError
+from jaxkv.models.tokenizer import StreamDecoder, tokenizer_from_dir
 
 
 def byte_level() -> tokenizers.Tokenizer:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.config import AttentionConfig
-from models.decoder import Decoder
-from models.dense import dense_logits
-from models.errors import ModelError
-from models.training import TrainConfig, Trainer, draw_batch, mean_loss
+from jaxkv.models.config import AttentionConfig
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.dense import dense_logits
+from jaxkv.models.errors import ModelError
+from jaxkv.models.training import TrainConfig, Trainer, draw_batch, mean_loss
 from tests.engine.tiny import TINY, V, decode_model
 from tests.models.numpy_decoder import decode_naively
 

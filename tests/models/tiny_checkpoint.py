@@ -13,8 +13,8 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from models.checkpoints.hf_config import config_from_hf
-from models.checkpoints.names import tensor_shapes
+from jaxkv.models.checkpoints.hf_config import config_from_hf
+from jaxkv.models.checkpoints.names import tensor_shapes
 
 V = 300
 CONFIG: dict[str, Any] = {

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scripts import bench_chat, console
-from scripts.bench_chat import Workload, converse
-from scripts.chat_systems import Answer
+from jaxkv.cli import console
+from scripts.bench import chat as bench_chat
+from scripts.bench.chat import Workload, converse
+from scripts.bench.chat_systems import Answer
 from tests.models.tiny_checkpoint import write_hf
 
 SMALL = Workload(conversations=2, turns=3, system=20, user=6, new=4)

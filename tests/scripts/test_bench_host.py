@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxkv.cli import console
 from jaxkv.replay import workloads
-from scripts import bench_host, console
-from tests.scripts.test_console import run_scripts
+from scripts.bench import host as bench_host
+from tests.cli.test_console import run_scripts
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 FIELDS = {

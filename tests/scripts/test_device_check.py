@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from scripts import device_check
 from scripts.__main__ import FOLDER
-from scripts.device_check import Report, Run, ask_all, table
-from scripts.device_correct import difference
-from tests.scripts.test_console import run_scripts
+from scripts.device import check as device_check
+from scripts.device.check import Report, Run, ask_all, table
+from scripts.device.correct import difference
+from tests.cli.test_console import run_scripts
 
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="would run in earnest")
 # Answers by the name that it is asked for.
@@ -149,7 +149,7 @@ def test_who_is_stopped_prints_the_table_of_what_was_found(tmp_path, stop):
     worker.write_text(WORKER.replace('name == "hangs"', 'name.startswith("prefill")'))
     main = "; ".join(
         [
-            "from scripts import console, device_check",
+            "from jaxkv.cli import console; from scripts.device import check as device_check",
             f"device_check.COMMAND = {(sys.executable, str(worker))}",
             f"raise SystemExit(console.run(device_check.main, {['--json', str(path)]}))",
         ]

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.errors import ModelError
-from models.loading import load_model
-from scripts import console, decode, heads, tradeoff, uptrain
+from jaxkv.cli import console, decode
+from jaxkv.models.errors import ModelError
+from jaxkv.models.loading import load_model
+from scripts.studies import heads, tradeoff, uptrain
 from tests.models.tiny_checkpoint import random_weights, write_gguf
 
 ROOT = Path(__file__).resolve().parents[2]

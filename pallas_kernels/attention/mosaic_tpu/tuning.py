@@ -1,7 +1,7 @@
 """Block sizes of the TPU kernel: from a table a device, or by rule where it has no row.
 
 The tables, `tuned/<chip>.json`, hold what the compiler's own schedule showed to be best
-(`python scripts kernels` prints it): rows of `tile` ("row" or "rows"), `dtype`, and the sizes.
+(`jaxkv kernels` prints it): rows of `tile` ("row" or "rows"), `dtype`, and the sizes.
 """
 
 import json

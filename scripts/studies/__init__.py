@@ -1,0 +1,1 @@
+"""Studies of what compression costs: `python scripts tradeoff`, `heads` and `uptrain`."""

@@ -1,0 +1,445 @@
+"""Weighs three ways of shrinking the KV cache: fewer heads, coarser values, fewer tokens.
+
+    python scripts tradeoff --text novel.txt --out study                    # under 40 minutes
+    python scripts tradeoff --text novel.txt --out look --quick             # under 3
+    python scripts tradeoff --text novel.txt --out study --heads 3 smollm2-mqa \\
+        --formats f32 kivi4 --methods none snapkv streaming_llm --budgets 0.5 0.25
+
+A row is a model, a format, a method and a budget; all combinations of what is named are measured:
+
+    text    a context of --context tokens is computed, tokens are dropped from it, and the --tokens
+            behind it are scored: perplexity, bits a byte, and beside the full float32 cache of the
+            first model KL (mean, p99) and how often the likeliest token is the same
+    tasks   synthetic questions about a context that lost tokens before the question came, by length
+            and depth (jaxkv.eval.ruler); greedy answers
+    cost    bytes of all pages behind the context, tokens that fit in 1 GiB, and what a decode step
+            takes: at two lengths, so with a slope a cached token
+
+--heads takes numbers of KV heads (pooled by their mean, not trained) and models, as `uptrain`
+writes them. A budget is what is kept, as everywhere; `ratio` in the results is what is removed.
+
+Results of a row go to a folder of its own as it is done, laid out as kvpress does it (config.yaml,
+predictions.csv, metrics.json): a run that was stopped goes on by the same command, and a study
+grows by one with further rows. Another model, text or size in the same --out is refused. Behind the
+last row come results.csv and .json, and, with the extra `plot`, plots and report.html, of the rows
+that were asked for.
+"""
+
+import argparse
+import math
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from itertools import cycle, islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv.cache import choose_formats
+from jaxkv.cli import console
+from jaxkv.cli.arguments.serving import read_text
+from jaxkv.compress import METHODS, WINDOWS, Budget, Compression
+from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
+from jaxkv.eval import Comparison, Reading, Setting, TextFunctions, read
+from jaxkv.eval.ruler import TASKS
+from jaxkv.models.decode_model import FlaxDecodeModel
+from jaxkv.models.errors import ModelError
+from jaxkv.models.kv_heads import with_kv_heads
+from jaxkv.models.loading import LoadedModel, load_model
+from scripts.studies.folder import claim, model_sum, sum_of, text_sum
+from scripts.studies.tradeoff_questions import Question, questions
+from scripts.studies.tradeoff_report import table, write_report, write_results
+from scripts.studies.tradeoff_rows import measured, scores, write_row
+
+NONE = "none"
+MEMORY = 1 << 30
+STEPS = 16  # decode steps that are timed at a length
+QUICK = dict(
+    formats=["f32", "int8"],
+    methods=[NONE, "knorm", "snapkv"],
+    budgets=["0.5"],
+    tasks=[],
+    context=256,
+    tokens=128,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One row of the study.
+
+    Attributes:
+      heads: number of KV heads, or a model, as it was asked for.
+      kv_format, method: names; `none` drops no tokens.
+      budget: of the method; None without one.
+      heads_sha256: of what `heads` names and its contents; empty where it is a number.
+    """
+
+    heads: str
+    kv_format: str
+    method: str
+    budget: str | None
+    heads_sha256: str = ""
+
+    def compression(self, num_tokens: int) -> Compression | None:
+        """The method at a context of so many tokens; a window's part becomes a number of them.
+
+        Raises:
+          ValueError: the method does not take the budget.
+        """
+        if self.method == NONE or self.budget is None:
+            return None
+        budget = Budget.parse(self.budget)
+        if self.method in WINDOWS and budget.is_part:
+            budget = Budget(budget.keep(num_tokens))
+        return Compression(method=self.method, budget=budget)
+
+    def ratio(self, num_tokens: int) -> float:
+        """Part of a context's tokens that is removed."""
+        if self.budget is None:
+            return 0.0
+        return float(1 - Fraction(Budget.parse(self.budget).keep(num_tokens), num_tokens))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page that suit the format."""
+        return 32 if self.kv_format.startswith("kivi") else 16
+
+    def folder(self, model: str, num_tokens: int) -> str:
+        """Name of the row's folder, which no other row of the study has."""
+        heads = f"kv{Path(self.heads).name}" + (self.heads_sha256 and f"-{self.heads_sha256}")
+        kept = self.budget or "all"
+        parts = ("ruler", str(num_tokens), Path(model).name, self.method, kept, self.kv_format)
+        return "__".join((*parts, heads)).replace(",", "+").replace("=", "-")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Returns the arguments."""
+    parser = console.Parser("python scripts tradeoff", __doc__)
+    console.add_model_arguments(parser)
+    add = parser.add_argument
+    add("--text", type=Path, required=True, metavar="PATH", help="UTF-8 text")
+    add("--out", type=Path, required=True, metavar="DIR", help="a folder for the results")
+    add("--quick", action="store_true", help="few rows on a short text, no tasks")
+    axes = parser.add_argument_group("what is combined")
+    add = axes.add_argument
+    add("--heads", nargs="+", metavar="K", help="KV heads, or models (default: the model's own)")
+    add("--formats", nargs="+", default=["f32", "int8", "kivi4"], metavar="F", help="KV formats")
+    add(
+        "--methods",
+        nargs="+",
+        default=[NONE, "streaming_llm", "knorm", "snapkv"],
+        metavar="M",
+        help=f"{NONE}, {', '.join(METHODS)}",
+    )
+    add(
+        "--budgets",
+        nargs="+",
+        default=["0.5", "0.25"],
+        metavar="B",
+        help="parts (1.0: all), or tokens",
+    )
+    sizes = parser.add_argument_group("how much is measured")
+    add = sizes.add_argument
+    add("--skip", type=int, default=2_000, metavar="N", help="tokens of the text (default: 2000)")
+    add("--context", type=int, default=768, metavar="N", help="(default: %(default)s)")
+    add("--tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    add(
+        "--tasks",
+        nargs="*",
+        default=["niah_single", "niah_multikey", "vt"],
+        metavar="T",
+        help=f"of {', '.join(TASKS)}",
+    )
+    add("--lengths", nargs="+", type=int, default=[512], metavar="N", help="of contexts (512)")
+    add("--samples", type=int, default=2, metavar="N", help="a task, length and depth (default: 2)")
+    add("--seed", type=int, default=42, help="of the tasks (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.quick:  # other defaults: what is given stays
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
+    for name, least in (("skip", 0), ("context", 8), ("tokens", 2), ("samples", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+    if min(args.lengths) < 8:
+        parser.error("--lengths must be at least 8")
+    for name, known in (("methods", (NONE, *METHODS)), ("tasks", tuple(TASKS))):
+        for given in getattr(args, name):
+            if given not in known:
+                parser.error(f"--{name}: no {given!r}; there are {', '.join(known)}")
+    try:
+        args.budgets = [canonical(budget) for budget in args.budgets]
+    except ValueError as error:
+        parser.error(f"--budgets: {error}")
+    for name in ("heads", "formats", "methods", "budgets", "tasks", "lengths"):
+        setattr(args, name, list(dict.fromkeys(getattr(args, name) or ())))
+    return args
+
+
+def canonical(budget: str) -> str:
+    """One text for all that say the same: `0.5` for `50%`.
+
+    Raises:
+      ValueError: it is no budget.
+    """
+    kept = Budget.parse(budget).kept
+    return str(kept) if isinstance(kept, int) else np.format_float_positional(float(kept), trim="0")
+
+
+def models_of(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, FlaxDecodeModel]:
+    """The models by what --heads calls them, in its order.
+
+    Raises:
+      ModelError: one is none, or cannot be compared with --model.
+    """
+    own = loaded.model
+    models = {}
+    for name in args.heads or [str(own.config.attention.num_kv_heads)]:
+        if name.isdecimal():
+            models[str(int(name))] = with_kv_heads(own, int(name))
+            continue
+        models[name] = load_model(name, console.DTYPES[args.dtype]).model
+        if models[name].vocab_size != own.vocab_size:
+            raise ModelError(f"--heads {name}: has another vocabulary than {loaded.name}")
+    return models
+
+
+def setups(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel]) -> list[Setup]:
+    """All rows: the full cache first, and each method with each budget."""
+    sums = {
+        name: "" if name.isdecimal() else sum_of([name.encode(), model_sum(model).encode()])
+        for name, model in models.items()
+    }
+    rows = [
+        Setup(heads, kv_format, method, budget, sums[heads])
+        for heads, kv_format, method in product(models, args.formats, args.methods)
+        for budget in (args.budgets if method != NONE else [None])
+    ]
+    first = next(iter(models))
+    full = Setup(first, "f32", NONE, None, sums[first])
+    return [full, *[row for row in rows if row != full]]
+
+
+def check(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel], most: int) -> None:
+    """Sees that all models know the formats, and that the text and the lengths have place.
+
+    Raises:
+      ModelError: it is not so.
+    """
+    for kv_format, model in product(args.formats, models.values()):
+        try:
+            choose_formats(kv_format, model.layers)
+        except ValueError as error:
+            raise ModelError(f"--formats {kv_format}: {error}") from None
+    sizes = {f"--context {args.context} and --tokens {args.tokens}": args.context + args.tokens}
+    if args.tasks:
+        sizes |= {f"--lengths {length}": length + STEPS for length in args.lengths}
+    for option, n in sizes.items():
+        if n > most:
+            raise ModelError(f"{option}: {n} tokens; the model takes {most} at most")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the study; returns its exit code."""
+    args = parse(argv)
+    text = read_text(args.text)
+    console.enable_compilation_cache()
+    loaded = console.load_model(args)
+    tokenizer = loaded.require_tokenizer()
+    whole = tokenizer.encode(text)
+    tokens = whole[args.skip :][: args.context + args.tokens]
+    if len(tokens) < args.context + args.tokens:
+        raise ModelError(f"{args.text}: has too few tokens behind --skip {args.skip}")
+    models = models_of(args, loaded)
+    most = min(model.max_positions for model in models.values())
+    check(args, models, most)
+    asked = list(questions(args, tokenizer, most))
+    rows = setups(args, models)
+    run = {
+        "model": loaded.name,
+        "dtype": args.dtype,
+        "weights_sha256": model_sum(loaded.model),
+        "text_sha256": text_sum(whole),
+        "beside": f"{rows[0].heads} {rows[0].heads_sha256}".rstrip(),
+    }
+    for name in ("skip", "context", "tokens", "tasks", "lengths", "samples", "seed"):
+        run[name] = getattr(args, name)
+    command = shlex.join(["python", "scripts", "tradeoff", *argv])
+    study = Study(args, loaded, models, tokens, asked, first=rows[0], run=run, command=command)
+    claim(args.out, run, "*/metrics.json")
+    with console.progress(len(rows), unit="row", description="tradeoff") as bar:
+        results = []
+        for setup in rows:
+            bar.set_postfix_str(f"{setup.kv_format} {setup.method} {setup.budget or ''}")
+            results.append(study.row(setup))
+            bar.update()
+    write_results(args.out, results)
+    files = write_report(args.out, results, study.command)
+    print(table(results))
+    print(f"{args.out}: {len(results)} rows; {', '.join(file.name for file in files)}")
+    return 0
+
+
+class Study:
+    """What all rows share: the models, the text, and the full cache's reading of it."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        loaded: LoadedModel,
+        models: Mapping[str, FlaxDecodeModel],
+        tokens: list[int],
+        asked: Sequence[Question],
+        *,
+        first: Setup,
+        run: dict[str, Any],
+        command: str,
+    ):
+        """Takes a text of a context and the tokens behind it, the questions of the tasks, the row
+        of the full cache, and what all results are a function of."""
+        self.args, self.loaded, self.tokens, self.command = args, loaded, tokens, command
+        self._models, self._asked, self._first, self._run = models, asked, first, run
+        self._tokenizer = loaded.require_tokenizer()
+        # Compiled, by model:
+        self._functions: dict[str, TextFunctions] = {}
+        self._comparisons: dict[str, Comparison] = {}
+        self._steps: dict[str, Any] = {}
+        self._full: Reading | None = None
+        behind = self._tokenizer.decode(tokens[args.context + 1 :])
+        self._num_bytes = len(behind.encode())
+
+    def row(self, setup: Setup) -> dict[str, Any]:
+        """The results of a row: what its folder has, or measured now.
+
+        Raises:
+          ModelError: the row of the full cache cannot be measured, or a row's file is no row.
+        """
+        folder = self.args.out / setup.folder(self.loaded.name, self.args.context)
+        config = asdict(setup) | self._run
+        found = measured(folder / "metrics.json", config)
+        if found is not None:
+            return found
+        metrics: dict[str, Any] = {"config": config, "command": self.command}
+        metrics |= {"ratio": setup.ratio(self.args.context), "date": time.strftime("%Y-%m-%d")}
+        predictions: list[dict[str, Any]] = []
+        try:
+            metrics |= self._text(setup)
+            if self.args.tasks:
+                predictions, cost = self._serve(setup)
+                metrics |= cost | {"tasks": scores(predictions)}
+        except ValueError as error:  # formats and methods name the pairs that do not go together
+            if setup == self._first:
+                raise ModelError(str(error)) from None
+            metrics["refused"] = str(error)
+        write_row(folder, config, predictions, metrics)
+        return metrics
+
+    def _text(self, setup: Setup) -> dict[str, Any]:
+        """Distances on the text, and bytes."""
+        context = self.args.context
+        own = self._reading(setup)
+        if self._full is None:  # not by this row where the run goes on from an earlier one
+            self._full = own if setup == self._first else self._reading(self._first)
+        if setup.heads not in self._comparisons:
+            models = self._models[setup.heads], self._models[self._first.heads]
+            self._comparisons[setup.heads] = Comparison(*models)
+        targets = self.tokens[context + 1 :]
+        quality = self._comparisons[setup.heads](own, self._full, targets)
+        found = asdict(quality)
+        found["bits_per_byte"] = (
+            math.log2(quality.perplexity) * len(targets) / max(1, self._num_bytes)
+        )
+        a_token = quality.nbytes / len(self.tokens)
+        return found | {"bytes_per_token": a_token, "tokens_per_gib": int(MEMORY / a_token)}
+
+    def _reading(self, setup: Setup) -> Reading:
+        context, model = self.args.context, self._models[setup.heads]
+        if setup.heads not in self._functions:
+            self._functions[setup.heads] = TextFunctions(model)
+        functions = self._functions[setup.heads]
+        formats = choose_formats(setup.kv_format, model.layers)
+        setting = Setting(formats=formats, compression=setup.compression(context))
+        size = setup.page_size
+        return read(functions, self.tokens, setting, page_size=size, context=context, chunk=256)
+
+    def _serve(self, setup: Setup) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Answers to the tasks, and what steps take."""
+        predictions, cost, model = [], {}, self._models[setup.heads]
+        for length in self.args.lengths:
+            engine = Engine(
+                model,
+                EngineConfig(
+                    max_sequences=1,
+                    token_budget=64,  # one shape of prefill: compiling takes most of a row's time
+                    page_size=setup.page_size,
+                    max_length=min(2 * length + 256, model.max_positions),
+                    kv_format=setup.kv_format,
+                    compression=setup.compression(length),
+                ),
+                steps=self._steps.get(setup.heads),
+            )
+            self._steps[setup.heads] = engine.steps
+            for question in self._asked:
+                if question.length != length:
+                    continue
+                sample, output = question.sample, self._answer(engine, question, setup)
+                predictions.append(
+                    {
+                        "task": sample.task,
+                        "length": length,
+                        "depth": sample.depth,
+                        "seed": question.seed,
+                        "answer": "|".join(sample.answers),
+                        "predicted_answer": output,
+                        "score": sample.score(output),
+                    }
+                )
+            cost = self._times(engine, length, setup)
+        return predictions, cost
+
+    def _answer(self, engine: Engine, question: Question, setup: Setup) -> str:
+        drops = setup.method not in (NONE, *WINDOWS)
+        request = Request(
+            prompt=tuple(question.context + question.question),
+            max_new_tokens=question.max_new_tokens,
+            context=len(question.context) if drops else None,
+        )
+        return self._tokenizer.decode(served(engine, request).tokens)
+
+    def _times(self, engine: Engine, length: int, setup: Setup) -> dict[str, Any]:
+        """Seconds of a prefill, and milliseconds of a decode step at a quarter and all of a length.
+
+        The steps are compiled: the engine has answered questions.
+        """
+        steps = {}
+        seconds = 0.0
+        for n in (length // 4, length):
+            before = replace(engine.metrics)
+            prompt = tuple(islice(cycle(self.tokens), n))
+            salt = f"{n} tokens"  # nothing of it is cached
+            served(engine, Request(prompt=prompt, max_new_tokens=STEPS, cache_salt=salt))
+            after = engine.metrics
+            seconds = after.prefill_seconds - before.prefill_seconds
+            decoded = after.decode_tokens - before.decode_tokens
+            steps[n] = 1e3 * (after.decode_seconds - before.decode_seconds) / decoded
+        (short, a), (long, b) = steps.items()
+        return {
+            "prefill_seconds": seconds,
+            "decode_ms": b,
+            "decode_us_per_cached_token": 1e3 * (b - a) / (long - short),
+        }
+
+
+def served(engine: Engine, request: Request) -> Completion:
+    """Serves one request.
+
+    Raises:
+      RequestError: the engine could not.
+    """
+    (completion,) = engine.generate([request])
+    if completion.error is not None:
+        raise RequestError(completion.error)
+    return completion

@@ -1,0 +1,63 @@
+"""The questions that all rows of `tradeoff` answer: samples of tasks, as tokens. Not a command."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from jaxkv.eval.ruler import Sample, make_sample
+from jaxkv.models.errors import ModelError
+from jaxkv.models.tokenizer import Tokenizer
+from scripts.studies.tradeoff_rows import DEPTHS
+
+ANSWER_TOKENS = 8  # for each text that an answer should have
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sample of a task, as tokens.
+
+    Attributes:
+      sample: the task's.
+      length: most tokens of the context.
+      seed: of the sample.
+      context: tokens that may lose some.
+      question: the tokens behind them.
+    """
+
+    sample: Sample
+    length: int
+    seed: int
+    context: list[int]
+    question: list[int]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of an answer at most."""
+        return ANSWER_TOKENS * len(self.sample.answers)
+
+
+def questions(args: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Iterator[Question]:
+    """The questions of all tasks, lengths, depths and seeds, in models of `most` positions.
+
+    Raises:
+      ModelError: a length is too short for a task, or too long for the models.
+    """
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    for length, task, depth, i in product(args.lengths, args.tasks, DEPTHS, range(args.samples)):
+        try:
+            sample = make_sample(task, length, depth, args.seed + i, count)
+        except ValueError as error:
+            raise ModelError(f"--lengths {length}: {error}") from None
+        context = tokenizer.encode(sample.context)
+        question = tokenizer.encode(sample.question, add_special_tokens=False)
+        found = Question(sample, length, args.seed + i, context, question)
+        n = len(context) + len(question) + found.max_new_tokens
+        if n > most:
+            raise ModelError(
+                f"--lengths {length}: {task} has {n} tokens; the model takes {most} at most"
+            )
+        yield found
