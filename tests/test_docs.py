@@ -147,7 +147,8 @@ def test_every_make_target_and_command_that_is_named_exists(page):
     targets = set(re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.M))
     assert targets <= set(phony[1].split())
     known = known_commands()
-    for words in re.findall(r"(?:python scripts|^    jaxkv|`jaxkv) ([a-z]+(?: [a-z]+)?)", text, re.M):
+    pattern = r"(?:python scripts|^    jaxkv|`jaxkv) ([a-z]+(?: [a-z]+)?)"
+    for words in re.findall(pattern, text, re.M):
         assert words in known or words.split()[0] in known, words
 
 
