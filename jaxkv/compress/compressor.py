@@ -213,10 +213,10 @@ def _look(
     token, and how many it has."""
     step = StepInputs(
         tokens=tokens,
-        kv_lens=spot[:1],
+        seq_lens=spot[:1],
         query_starts=spot * jnp.array([0, 1], jnp.int32),
         page_tables=tuple(row.tables[:, None]),
-        dropped=row.dropped[:, None],
+        kv_lens=spot[0] - row.dropped[:, None],
     )
     _, observing = model.forward(params, cache.observe(), step, attention)
     assert observing.observed is not None

@@ -458,7 +458,6 @@ class Engine:
                 shape=shape,
                 num_groups=len(self.pools),
                 max_pages=self._tables.pages[0].shape[1],
-                shortens=self._shortener is not None,
             )
         return self._layouts[shape]
 

@@ -119,10 +119,10 @@ class PagedText:
         self._length += n
         inputs = StepInputs(
             tokens=jnp.asarray(padded),
-            kv_lens=jnp.array([self._length], jnp.int32),
+            seq_lens=jnp.array([self._length], jnp.int32),
             query_starts=jnp.array([0, n], jnp.int32),
             page_tables=tuple(jnp.asarray(self.tables[:, None])),
-            dropped=jnp.asarray(self.dropped[:, None]),  # zeros too: one step for all methods
+            kv_lens=jnp.asarray(self._length - self.dropped[:, None]),
         )
         functions = self._functions
         hidden, self.cache = functions.step(functions.model.params, self.cache, inputs)

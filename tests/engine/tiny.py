@@ -150,7 +150,6 @@ class _CheckedFunctions:
             query_lens,
             self._engine.pools,
             self._engine.spec,
-            parts.get("dropped"),
         )
         result, new_cache = self._functions.run(cache, buffer, seen, layout)
         assert all(x.is_deleted() for pages in cache.layers for x in pages.paged.values())
