@@ -10,7 +10,7 @@ Not here: which sequence goes first (`scheduler`), what a step computes (`step`,
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 import jax
 import numpy as np
@@ -302,15 +302,21 @@ class Engine:
         if self.index is not None:
             self.index.reset()
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Delta]:
+    def stream(
+        self, requests: Iterable[Request], completions: list[Completion] | None = None
+    ) -> Generator[Delta, None, None]:
         """Serves requests together, yielding what each step adds to them.
 
         A request that is refused yields one delta with finish reason `error`, and leaves the
         others alone; further answers (`Request.n`) come with their own completions. Several streams
         may run by turns on one engine: each yields its own requests alone. Leaving the iterator
         early aborts what is unfinished.
+
+        Args:
+          requests: the requests.
+          completions: a list that gets the completion of each request, in order.
         """
-        return self._streams.serve(self, requests, [])
+        return self._streams.serve(self, requests, [] if completions is None else completions)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serves requests together and returns their completions in order; see `stream`."""

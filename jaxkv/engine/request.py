@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxkv.compress import MAX_SPANS
+from jaxkv.errors import JaxkvError
 
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 256
 
 
-class RequestError(ValueError):
+class RequestError(JaxkvError):
     """A request that cannot be served; the message is one line that names what is at fault."""
 
 

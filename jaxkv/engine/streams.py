@@ -1,7 +1,7 @@
 """Several streams of answers on one engine: a step serves all, and each takes what is its own."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Protocol
 
 from jaxkv.engine.request import Completion, Delta, Request
@@ -25,7 +25,7 @@ class Streams:
 
     def serve(
         self, engine: Server, requests: Iterable[Request], answers: list[Completion]
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """Submits requests, adding the completion of each to `answers`, and steps to their end.
 
         Yields:
