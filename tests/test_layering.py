@@ -33,6 +33,7 @@ LIBRARY = (
     "jaxkv.cache",
     "jaxkv.compress",
     "jaxkv.engine",
+    "jaxkv.errors",
     "jaxkv.eval",
     "jaxkv.models",
     "jaxkv.prefix",
@@ -52,19 +53,29 @@ class Rule:
 # so that a new package says where it stands. `jaxkv` alone is the package's own __init__.
 RULES = {
     "pallas_kernels": Rule(ours=(), outside=ARRAYS),
-    "jaxkv": Rule(ours=("jaxkv", "pallas_kernels"), outside=ARRAYS),
+    "jaxkv": Rule(ours=("jaxkv",), outside=()),
+    "jaxkv.errors": Rule(ours=(), outside=()),
     "jaxkv.cache": Rule(ours=("pallas_kernels",), outside=ARRAYS),
     "jaxkv.attention": Rule(ours=("jaxkv.cache", "pallas_kernels"), outside=ARRAYS),
-    "jaxkv.ledger": Rule(ours=(), outside=("numpy",)),
+    "jaxkv.ledger": Rule(ours=("jaxkv.errors",), outside=("numpy",)),
     "jaxkv.prefix": Rule(ours=(), outside=("numpy",)),
-    "jaxkv.replay": Rule(ours=("jaxkv.prefix", "jaxkv.ledger"), outside=("numpy",)),
+    "jaxkv.replay": Rule(ours=("jaxkv.errors", "jaxkv.prefix", "jaxkv.ledger"), outside=("numpy",)),
     "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
     "jaxkv.eval": Rule(
         ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine"), outside=ARRAYS
     ),
     "jaxkv.engine": Rule(
-        ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress"), outside=ARRAYS
+        ours=(
+            "jaxkv.cache",
+            "jaxkv.prefix",
+            "jaxkv.attention",
+            "jaxkv.compress",
+            "jaxkv.errors",
+        ),
+        outside=ARRAYS,
     ),
+    "jaxkv.conversation": Rule(ours=("jaxkv.models",), outside=()),
+    "jaxkv.llm": Rule(ours=(*LIBRARY, "jaxkv.conversation"), outside=(*ARRAYS, "tqdm")),
     # Importable only with the extra `eval`.
     "jaxkv.models.harness": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
     "jaxkv.models": Rule(ours=LIBRARY, outside=ARRAYS + CHECKPOINTS),

@@ -24,7 +24,6 @@ from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import (
     add_format_arguments,
     add_sampling_arguments,
-    check_config,
     kv_ranges,
     page_size,
     sampling_params,
@@ -264,8 +263,8 @@ def _complain(line: str) -> int:
 def main(argv: list[str]) -> int:
     """Talks; returns 2 where a line of a file was wrong."""
     args = parse(argv)
-    Request(prompt=(0,), sampling=sampling_params(args, 0)).check(vocab_size=1)
-    check_config(engine_config(args))
+    sampling_params(args, 0)  # raises for bad options, before a model is loaded
+    engine_config(args)
     console.enable_compilation_cache()
     loaded = console.load_model(args)
     chat = Chat(loaded, args, DEMO_SYSTEM if args.demo else args.system)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
+from jaxkv.errors import JaxkvError
 from jaxkv.ledger.keys import printable
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Returns the exit code of `main(argv)`; a user's mistake becomes one line on stderr and 2.
 
-    Mistakes are ModelError, RequestError, LedgerError, ReplayError, and a file that cannot be
-    opened. Any other exception is a fault of ours and passes, traceback and all. Ctrl-C returns
-    130. An output that was closed at the start (`>&-`) is as if it went to the null device.
+    Mistakes are JaxkvErrors and files that cannot be opened. Any other exception is a fault of ours
+    and passes, with its traceback. Ctrl-C returns 130. An output that was closed at the start
+    (`>&-`) is as if it went to the null device.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -69,24 +70,8 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
             raise
         where = f"{error.filename}: " if error.filename else ""
         return _complain(f"{where}{error.strerror}", EXIT_USER_ERROR)
-    except ValueError as error:
-        if not _is_mistake(error):
-            raise
+    except JaxkvError as error:
         return _complain(str(error), EXIT_USER_ERROR)
-
-
-def _is_mistake(error: ValueError) -> bool:
-    """Whether it is one of ours that says what a user did wrong."""
-    # Imported late: a run without a mistake need not load them, and the last two load jax.
-    from jaxkv.ledger.errors import LedgerError
-    from jaxkv.replay.errors import ReplayError
-
-    if isinstance(error, LedgerError | ReplayError):
-        return True
-    from jaxkv.engine.request import RequestError
-    from jaxkv.models.errors import ModelError
-
-    return isinstance(error, ModelError | RequestError)
 
 
 def _complain(line: str, code: int) -> int:

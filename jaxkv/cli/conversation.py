@@ -166,7 +166,7 @@ class Talker:
 
     def warm_up(self) -> None:
         """Runs each shape of step once, so that no turn waits for a compiler."""
-        warm_up(self.engine)
+        self.engine.warm_up()
 
     def say(self, request: Request, show: Callable[[str], object]) -> tuple[Completion, Turn]:
         """Serves a turn; `show` gets the answer's text as it is made.
@@ -203,27 +203,6 @@ class Talker:
             return None
         alone = Request(prompt=request.prompt, max_new_tokens=1, sampling=request.sampling)
         return self._twin.generate([alone])[0].first_token_seconds
-
-
-def warm_up(engine: Engine) -> None:
-    """Runs every shape of step once, and a copy of a page: nothing is left to compile.
-
-    A prompt alone is a mixed step of its length, prompts of one token are a decode step. The cache
-    is empty before and after.
-    """
-
-    def serve(prompts: Sequence[tuple[int, ...]]) -> None:
-        engine.generate([Request(prompt=prompt, max_new_tokens=1) for prompt in prompts])
-
-    longest = min(engine.config.token_budget, engine.max_length - 1)
-    lengths = {min(size, longest) for size in engine.shapes.mixed} - {1}
-    for token, length in enumerate(sorted(lengths)):
-        serve([(token,) * length])  # none begins like another
-    for batch in engine.shapes.decode:
-        serve([(0,)] * batch)
-    for last in (1, 2):
-        serve([(0, 1, 2, last)])  # the second finds three tokens cached, and no whole page
-    engine.reset_cache()
 
 
 def _absent_from(texts: Sequence[str]) -> str:

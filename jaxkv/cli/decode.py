@@ -26,7 +26,6 @@ from jaxkv.cli.arguments.serving import (
     add_compression_arguments,
     add_format_arguments,
     add_sampling_arguments,
-    check_config,
     compression,
     kv_ranges,
     make_engine,
@@ -39,6 +38,7 @@ from jaxkv.engine import (
     Engine,
     EngineConfig,
     Request,
+    RequestError,
     footprint,
 )
 from jaxkv.models.chat import render_chat
@@ -127,10 +127,10 @@ def make_job(index: int, prompt: str, tokenizer: Tokenizer, args: argparse.Names
     """The job of prompt `index`; a prompt that cannot be encoded fails alone."""
     try:
         ids = encode(prompt, tokenizer, args)
-    except ModelError as error:
+        stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
+        return Job(prompt, make_request(ids, stop_ids, index, args))
+    except (ModelError, RequestError) as error:
         return Job(prompt, error=str(error))
-    stop_ids = frozenset() if args.ignore_eos else tokenizer.stop_ids
-    return Job(prompt, make_request(ids, stop_ids, index, args))
 
 
 def make_request(
@@ -163,9 +163,9 @@ def engine_config(args: argparse.Namespace, pool_tokens: int) -> EngineConfig:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises RequestError for an option that no prompt could be served with."""
-    make_request([0], frozenset(), 0, args).check(vocab_size=1)
-    check_config(engine_config(args, MIN_POOL_TOKENS))
+    """Raises JaxkvError for an option that no prompt could be served with."""
+    make_request([0], frozenset(), 0, args)
+    engine_config(args, MIN_POOL_TOKENS)
 
 
 def engine_for(

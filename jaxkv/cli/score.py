@@ -91,7 +91,7 @@ def _parse(argv: list[str]) -> Namespace:
     if not arguments.out.absolute().parent.is_dir():
         parser.error(f"--out: {arguments.out.absolute().parent} is no directory")
     try:
-        _config(arguments, [1]).check()
+        _config(arguments, [1])
     except ValueError as error:
         parser.error(str(error))
     return arguments

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from jaxkv.cli import console
-from jaxkv.cli.arguments.serving import check_config, make_engine, prompt_lines
+from jaxkv.cli.arguments.serving import make_engine, prompt_lines
 from jaxkv.cli.conversation import DEMO_SYSTEM, DEMO_TURNS, Conversation
 from jaxkv.cli.output.tree_view import as_svg, as_text, view
 from jaxkv.engine import Completion, Engine, EngineConfig, Request
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     """Serves what is asked for, and shows the tree."""
     args = parse(argv)
     prompts = read_prompts(args)
-    check_config(EngineConfig(page_size=args.page_size, pool_tokens=args.pool_tokens))
+    EngineConfig(page_size=args.page_size, pool_tokens=args.pool_tokens)  # raises for bad values
     if args.svg is not None and not args.svg.parent.is_dir():
         raise ModelError(f"{args.svg.parent}: no such folder")
     console.enable_compilation_cache()

@@ -7,6 +7,7 @@ from jaxkv.cache import PAGE_SIZES, KVRanges, check_choice
 from jaxkv.compress import Compression
 from jaxkv.engine.sampling import Sampler, draw
 from jaxkv.engine.scheduler import SCHEDULING
+from jaxkv.errors import UsageError
 from jaxkv.prefix import POLICIES
 
 
@@ -44,10 +45,11 @@ class EngineConfig:
       prefix_cache: keep the pages of finished requests, and share them with later requests that
         begin with the same tokens.
       eviction: which cached page is evicted first: a name from `jaxkv.prefix.POLICIES`.
-      scheduling: which waiting request starts first: a name from `jaxkv.engine.scheduler.SCHEDULING`.
+      scheduling: which waiting request starts first: a name from
+        `jaxkv.engine.scheduler.SCHEDULING`.
 
     Raises:
-      ValueError: a value cannot be used; the message names the field.
+      UsageError: a value cannot be used; the message names the field.
     """
 
     max_sequences: int = 8
@@ -70,24 +72,27 @@ class EngineConfig:
         for name, expected in _TYPES.items():
             if not isinstance(getattr(self, name), expected):
                 wanted = getattr(expected, "__name__", str(expected))
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+                raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
         for name in ("max_sequences", "token_budget", "pool_bytes"):
             _check_count(name, getattr(self, name))
         for name in ("pool_tokens", "max_length"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
-            raise ValueError(
+            raise UsageError(
                 f"page_size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}, got {self.page_size}"
             )
         if self.backend is not None and self.backend not in BACKEND_NAMES:
-            raise ValueError(f"backend must be None or of {BACKEND_NAMES}, got {self.backend!r}")
+            raise UsageError(f"backend must be None or of {BACKEND_NAMES}, got {self.backend!r}")
         if not callable(self.sampler):
-            raise ValueError(f"sampler must be a function, got {self.sampler!r}")
+            raise UsageError(f"sampler must be a function, got {self.sampler!r}")
         for name, known in (("eviction", tuple(POLICIES)), ("scheduling", SCHEDULING)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be of {known}, got {getattr(self, name)!r}")
-        check_choice(self.kv_format)
+                raise UsageError(f"{name} must be of {known}, got {getattr(self, name)!r}")
+        try:
+            check_choice(self.kv_format)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
 
 _TYPES = {
@@ -100,10 +105,10 @@ _TYPES = {
 
 
 def _check_count(name: str, value: object) -> None:
-    """Raises ValueError unless a value is a positive integer that int32 slot numbers can express
+    """Raises UsageError unless a value is a positive integer that int32 slot numbers can express
     (bytes may be more)."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} must be int, got {value!r}")
+        raise UsageError(f"{name} must be int, got {value!r}")
     largest = 1 << (60 if name == "pool_bytes" else 30)
     if not 1 <= value <= largest:
-        raise ValueError(f"{name} must be at least 1 and at most {largest}, got {value}")
+        raise UsageError(f"{name} must be at least 1 and at most {largest}, got {value}")

@@ -11,7 +11,7 @@ import dataclasses
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 import jax
 import numpy as np
@@ -110,7 +110,7 @@ class Engine:
             budget=None if self._dropping is None else self._dropping.budget,
         )
         self._sequences: dict[int, Sequence] = {}
-        self._streamed: dict[int, deque[Delta]] = {}  # by request, the deltas of its stream
+        self._followed: dict[int, deque[Delta]] = {}  # by request, the deltas to yield
         self._next_id = 0
         self.metrics = EngineMetrics()
 
@@ -206,7 +206,7 @@ class Engine:
         self._count(plan, end - start)
         return deltas
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Delta]:
+    def stream(self, requests: Iterable[Request]) -> Generator[Delta, None, None]:
         """Serves requests together and yields what each step adds to them.
 
         A request that is refused yields one delta with finish reason `error`; the others are
@@ -214,14 +214,53 @@ class Engine:
         take turns on one engine: each yields only its own requests. If the iterator is closed
         early, its unfinished requests are aborted.
         """
-        yield from self._serve(self._submit_all(requests))
+        yield from self.follow(self.submit_all(requests))
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serves requests together and returns their completions in order; see `stream`."""
-        completions = self._submit_all(requests)
-        for _ in self._serve(completions):
+        completions = self.submit_all(requests)
+        for _ in self.follow(completions):
             pass
         return completions
+
+    def submit_all(self, requests: Iterable[Request]) -> list[Completion]:
+        """Queues requests; one that is refused has ended, with the reason as its `error`."""
+        completions: list[Completion] = []
+        try:
+            for request in requests:
+                try:
+                    completions.append(self.submit(request))
+                except RequestError as error:
+                    refused = Completion(self._next_id, len(request.prompt), error=str(error))
+                    refused.finish_reason = FinishReason.ERROR
+                    completions.append(refused)
+                    self._next_id += 1
+        except BaseException:  # of the iterable
+            self._abort_all(completions)
+            raise
+        return completions
+
+    def follow(self, completions: Iterable[Completion]) -> Generator[Delta, None, None]:
+        """Runs steps until submitted requests have ended, and yields what is new of them.
+
+        The rules of `stream` hold.
+        """
+        served = [one for completion in completions for one in (completion, *completion.samples)]
+        deltas = deque(Delta(one, (), "") for one in served if one.error is not None)
+        self._followed |= {one.request_id: deltas for one in served}
+        try:
+            while True:
+                while deltas:
+                    yield deltas.popleft()
+                if all(one.finish_reason is not None for one in served):
+                    return
+                for delta in self.step():
+                    if delta.completion.request_id in self._followed:
+                        self._followed[delta.completion.request_id].append(delta)
+        finally:
+            self._abort_all(served)
+            for one in served:
+                self._followed.pop(one.request_id)
 
     def abort(self, request_id: int) -> None:
         """Ends a request in any state; one that has ended stays as it is.
@@ -311,42 +350,6 @@ class Engine:
             raise RequestError(f"request {request_id} does not wait after a token")
         self._admission.check_token(last_token)
         return sequence
-
-    def _submit_all(self, requests: Iterable[Request]) -> list[Completion]:
-        """Submits requests; one that is refused has ended, with the error."""
-        completions: list[Completion] = []
-        try:
-            for request in requests:
-                try:
-                    completions.append(self.submit(request))
-                except RequestError as error:
-                    refused = Completion(self._next_id, len(request.prompt), error=str(error))
-                    refused.finish_reason = FinishReason.ERROR
-                    completions.append(refused)
-                    self._next_id += 1
-        except BaseException:  # of the iterable
-            self._abort_all(completions)
-            raise
-        return completions
-
-    def _serve(self, completions: list[Completion]) -> Iterator[Delta]:
-        """Runs steps until the requests have ended, and yields what is new of them."""
-        served = [one for completion in completions for one in (completion, *completion.samples)]
-        deltas = deque(Delta(one, (), "") for one in served if one.error is not None)
-        self._streamed |= {one.request_id: deltas for one in served}
-        try:
-            while True:
-                while deltas:
-                    yield deltas.popleft()
-                if all(one.finish_reason is not None for one in served):
-                    return
-                for delta in self.step():
-                    if delta.completion.request_id in self._streamed:
-                        self._streamed[delta.completion.request_id].append(delta)
-        finally:
-            self._abort_all(completions)
-            for one in served:
-                self._streamed.pop(one.request_id)
 
     def _abort_all(self, completions: list[Completion]) -> None:
         for completion in completions:

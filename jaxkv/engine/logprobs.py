@@ -25,8 +25,9 @@ def book_logprobs(sequence: Sequence, row: int, sampled: Sampled, logits: jax.Ar
 def book_prompt_logprobs(plan: StepPlan, result: StepResult, steps: StepFunctions) -> None:
     """Writes the log-probabilities of prompt tokens to the completions.
 
-    The hidden state of a row gives the distribution of the next token. A chunk of a prompt therefore
-    gives the log-probabilities of its tokens but the first, and of the first token after it.
+    The hidden state of a row gives the distribution of the next token. A chunk of a prompt
+    therefore gives the log-probabilities of its tokens but the first, and of the first token
+    after it.
     """
     if all(sequence.completion.prompt_logprobs is None for sequence in plan.sequences):
         return

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.compress import MAX_SPANS
+from jaxkv.errors import JaxkvError
 
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 256
 
 
-class RequestError(ValueError):
+class RequestError(JaxkvError):
     """A request that cannot be served. The message is one line that names what is wrong."""
 
 

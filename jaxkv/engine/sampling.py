@@ -104,7 +104,7 @@ class SamplingRows:
         self.controls[row] = pack_controls(params)
 
     def seen(self, bit_sets: dict[int, np.ndarray], num_rows: int) -> jax.Array | np.ndarray:
-        """`[num_rows, ceil(V / 8)]` uint8: the given bit sets in their rows, zeros in the others."""
+        """The given bit sets in their rows `[num_rows, ceil(V / 8)]` uint8, zeros in the others."""
         if not bit_sets:
             if num_rows not in self._nothing_seen:
                 self._nothing_seen[num_rows] = jnp.zeros((num_rows, self._width), jnp.uint8)

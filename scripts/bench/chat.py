@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cli import console
-from jaxkv.cli.arguments.serving import check_config
 from jaxkv.engine import EngineConfig
 from jaxkv.models.errors import ModelError
 from scripts.bench.chat_systems import Answer, LlamaServer, Ours, Server
@@ -163,7 +162,7 @@ def main(argv: list[str]) -> int:
         new=args.new,
         one_by_one=args.one_by_one,
     )
-    check_config(EngineConfig(page_size=args.page_size))
+    EngineConfig(page_size=args.page_size)  # raises for a bad value
     console.enable_compilation_cache()
     loaded = console.load_model(args)
     if workload.longest > loaded.model.max_positions:

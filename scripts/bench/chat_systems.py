@@ -14,7 +14,6 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxkv.cli.conversation import warm_up
 from jaxkv.engine import Engine, EngineConfig, Request
 from jaxkv.models.decode_model import FlaxDecodeModel
 from scripts.bench.peers import LlamaCpp
@@ -67,7 +66,7 @@ class Ours:
 
     def warm_up(self) -> None:
         """Leaves nothing to compile."""
-        warm_up(self._engine)
+        self._engine.warm_up()
 
     @property
     def num_shapes(self) -> int:

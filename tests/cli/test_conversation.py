@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv.cli.arguments.serving import make_engine
-from jaxkv.cli.conversation import Conversation, Talker, warm_up
+from jaxkv.cli.conversation import Conversation, Talker
 from jaxkv.engine import Completion, EngineConfig, Request, RequestError
 from jaxkv.models.errors import ModelError
 from jaxkv.models.loading import LoadedModel, load_model
@@ -152,7 +152,7 @@ def test_after_the_warm_up_nothing_is_cached_and_no_shape_is_new(loaded):
     batch = 3
     config = EngineConfig(max_sequences=batch, token_budget=100, pool_tokens=2048)
     engine = make_engine(loaded, config)
-    warm_up(engine)
+    engine.warm_up()
     assert [pool.cached for pool in engine.pool_states] == [0]
     before = engine.metrics.step_shapes
     lengths = (1, 3, 63, 65, 130, 199, 201, 240)

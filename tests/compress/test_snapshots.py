@@ -120,8 +120,8 @@ def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed
     request = asked((), max_new_tokens=8)
     first = run(engine, request)
     (snapshot,) = snapshots(engine)
-    choose, calls = engine._shortener._compressor.choose, []
-    engine._shortener._compressor.choose = lambda *a, **k: calls.append(1) or choose(*a, **k)
+    choose, calls = engine._dropping._compressor.choose, []
+    engine._dropping._compressor.choose = lambda *a, **k: calls.append(1) or choose(*a, **k)
     second = engine.submit(request)
     while not second.tokens:
         engine.step()
@@ -132,7 +132,7 @@ def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed
             assert held[group][: length // P] == snapshot.pages[group][: length // P]
     while engine.has_work:
         engine.step()
-    engine._shortener._compressor.choose = choose
+    engine._dropping._compressor.choose = choose
     assert not calls and len(snapshots(engine)) == 1
     np.testing.assert_array_equal(*logit_bits([first, second]))
 

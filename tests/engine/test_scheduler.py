@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxkv.engine import Completion, FinishReason, Request
-from jaxkv.engine.scheduler import Scheduler, StepPlan
-from jaxkv.engine.sequence import Sequence
-from jaxkv.engine.waiting import AGE_GUARD, SCHEDULING
+from jaxkv.engine.scheduler import AGE_GUARD, SCHEDULING, Scheduler
+from jaxkv.engine.sequence import Fork, Sequence
+from jaxkv.engine.step_plan import StepPlan
 from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, check_integrity
 
 P = 4
@@ -60,9 +60,6 @@ class World:
             namespace=Namespace(),
             max_tokens=min(len(tokens) + new, self.longest),
             tokens=array("i", tokens),
-            text=None,
-            seen=None,
-            submitted=0.0,
         )
         self.scheduler.add(sequence)
         self.unfinished.append(sequence)
@@ -324,7 +321,7 @@ def test_a_fork_takes_the_pages_of_its_origin_and_copies_one():
     origin = world.submit(tokens((1, 10)), 8)
     world.step()
     child = world.submit(tuple(origin.tokens), 8)
-    child.fork_of, child.fork_at = origin, 10
+    child.fork = Fork(origin, 10)
     plan = world.step()
     assert plan is not None and world.shares(plan) == [(10, 1), (11, 1)]
     rows = world.tables.pages[0][[origin.row, child.row]]
@@ -339,7 +336,7 @@ def test_a_page_that_a_plan_copies_to_is_no_source_in_the_same_plan():
     finish(world)
     origin = world.submit(tokens((1, 6)), 8)  # begins with a copy of the cached page
     child = world.submit(tokens((1, 6)), 8)
-    child.fork_of, child.fork_at = origin, 5
+    child.fork = Fork(origin, 5)
     plan = world.step()
     assert plan is not None and plan.sequences == (origin,) and len(plan.copies) == 1
     plan = world.step()

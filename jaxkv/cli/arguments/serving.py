@@ -12,8 +12,8 @@ from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import FORMATS, STATIC, KVRanges, preferred_page_size
 from jaxkv.compress import METHODS, Budget, Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
-from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
+from jaxkv.engine.stopping import DetokenizerFactory
 from jaxkv.models.errors import ModelError
 from jaxkv.models.loading import LoadedModel
 from pallas_kernels.attention.api import PREFERENCE
@@ -176,14 +176,6 @@ def prompt_lines(data: bytes, name: str) -> list[str]:
     if not prompts:
         raise ModelError(f"{name}: has no prompt")
     return prompts
-
-
-def check_config(config: EngineConfig) -> None:
-    """Raises RequestError where a value cannot be used, before any model is loaded."""
-    try:
-        config.check()
-    except ValueError as error:
-        raise RequestError(str(error)) from None
 
 
 def make_engine(
