@@ -6,7 +6,7 @@ from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import PAGE_SIZES, KVRanges, check_choice
 from jaxkv.compress import Compression
 from jaxkv.engine.waiting import SCHEDULING
-from jaxkv.prefix import POLICIES
+from jaxkv.prefix import POLICIES, EvictionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class EngineConfig:
       backend: attention backend, or None for the platform's best.
       prefix_cache: keep pages of requests that have ended, and share them with later ones that
         begin with the same tokens.
-      eviction: which cached page goes first, a name of `jaxkv.prefix.POLICIES`.
+      eviction: which cached page is evicted first: a name in `jaxkv.prefix.POLICIES`, or a policy
+        (`jaxkv.prefix.EvictionPolicy`) that serves no other engine.
       scheduling: which waiting request goes first, of `jaxkv.engine.waiting.SCHEDULING`.
     """
 
@@ -48,7 +49,7 @@ class EngineConfig:
     deterministic: bool = False
     backend: str | None = None
     prefix_cache: bool = True
-    eviction: str = "lru"
+    eviction: str | EvictionPolicy = "lru"
     scheduling: str = "lpm"
 
     def check(self) -> None:
@@ -68,9 +69,15 @@ class EngineConfig:
             )
         if self.backend is not None and self.backend not in BACKEND_NAMES:
             raise ValueError(f"backend must be None or of {BACKEND_NAMES}, got {self.backend!r}")
-        for name, known in (("eviction", tuple(POLICIES)), ("scheduling", SCHEDULING)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be of {known}, got {getattr(self, name)!r}")
+        is_policy = isinstance(self.eviction, EvictionPolicy) and not isinstance(
+            self.eviction, type
+        )
+        if self.eviction not in tuple(POLICIES) and not is_policy:
+            raise ValueError(
+                f"eviction must be of {tuple(POLICIES)} or a policy, got {self.eviction!r}"
+            )
+        if self.scheduling not in SCHEDULING:
+            raise ValueError(f"scheduling must be of {SCHEDULING}, got {self.scheduling!r}")
         check_choice(self.kv_format)
 
 

@@ -45,7 +45,7 @@ from jaxkv.engine.step import (
 )
 from jaxkv.engine.stopping import AnswerText
 from jaxkv.engine.streams import Streams
-from jaxkv.prefix import Event, Namespace, ShortenedTables, pack
+from jaxkv.prefix import Event, Namespace, pack
 
 
 class Engine:
@@ -94,7 +94,7 @@ class Engine:
         self.max_length = longest_sequence(model, self.config, self.spec)
         host = HostSide.build(self.spec, self.config, self.max_length, page_events)
         self.pools, self.index, self.pins = host.pools, host.index, host.pins
-        self._tables = host.tables
+        self._tables, self._dropper = host.tables, host.dropper
         self._bytes_per_page = [self.spec.bytes_per_page(g) for g in range(len(self.pools))]
         self.shapes = ShapeTable.plan(
             self.config.max_sequences,
@@ -104,6 +104,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._tables,
             self.index,
+            self._dropper,
             max_sequences=self.config.max_sequences,
             token_budget=min(self.config.token_budget, self.shapes.most_tokens),
             scheduling=self.config.scheduling,
@@ -124,9 +125,8 @@ class Engine:
         compression = self.config.compression
         if compression is None or compression.is_window:
             return None
-        assert isinstance(self._tables, ShortenedTables)
         compressor = self.steps.compressor(compression.score_method(), self._cache)
-        parts = self._scheduler, self._tables, self.index
+        parts = self._scheduler, self._tables, self._dropper
         return Shortener(compression, compressor, *parts, copy=self._copied)
 
     def _copied(self, cache: KVCache, copies: list[PageCopy]) -> KVCache:
@@ -154,14 +154,11 @@ class Engine:
         """Pages that are free, cached and held, of each layer group."""
         return [PoolState(pool.num_free, pool.num_cached, pool.num_held) for pool in self.pools]
 
-    def namespace(
-        self, adapter: tuple[str, int] | None = None, cache_salt: str | None = None
-    ) -> Namespace:
-        """Where the index keeps the prefixes of requests with this adapter and salt."""
+    def namespace(self, cache_salt: str | None = None) -> Namespace:
+        """Returns the namespace in the index of requests with this salt."""
         compression = self.config.compression
-        method = compression.name if compression is not None and compression.is_window else ""
-        formats = format_id(self.spec.formats)
-        return Namespace(kv_format=formats, method=method, adapter=adapter, salt=cache_salt)
+        window = compression.name if compression is not None and compression.is_window else ""
+        return Namespace(kv_format=format_id(self.spec.formats), window=window, salt=cache_salt)
 
     def submit(self, request: Request, *, stepwise: bool = False) -> Completion:
         """Queues a request.
@@ -344,7 +341,7 @@ class Engine:
         sequence = Sequence(
             request=request,
             completion=completion,
-            namespace=self.namespace(request.adapter, request.cache_salt),
+            namespace=self.namespace(request.cache_salt),
             max_tokens=min(len(request.prompt) + request.max_new_tokens, self.max_length),
             tokens=tokens,
             text=None if stepwise else self._answer_text(request),

@@ -104,7 +104,6 @@ class Request:
       n: answers to draw; the i-th has seed `sampling.seed + i`. The prompt is computed once.
       priority: requests of a higher one go first and stay longest, where the engine schedules by
         priority or pages run out.
-      adapter: name and version of the weights' adapter; prefixes are shared within one alone.
       cache_salt: prefixes are shared with requests of the same salt alone.
       context: where the engine has a score method, the first so many tokens of the prompt, of which
         some are dropped before the rest is computed; None for the whole prompt.
@@ -122,7 +121,6 @@ class Request:
     keep_logits: bool = False
     n: int = 1
     priority: int = 0
-    adapter: tuple[str, int] | None = None
     cache_salt: str | None = None
     context: int | None = None
     protect: tuple[tuple[int, int], ...] = ()
@@ -143,10 +141,6 @@ class Request:
         _check_type("n", self.n, int)
         _check_type("priority", self.priority, int)
         _check_type("cache_salt", self.cache_salt, str | None)
-        if self.adapter is not None:
-            _check_type("adapter", self.adapter, tuple)
-            if [type(part) for part in self.adapter] != [str, int]:
-                raise RequestError(f"adapter must be (name, version), got {self.adapter}")
         _check_type("context", self.context, int | None)
         _check_type("protect", self.protect, tuple)
         if not self.prompt:

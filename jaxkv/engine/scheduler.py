@@ -22,8 +22,8 @@ from jaxkv.prefix import (
     OutOfPages,
     PageTables,
     PrefixIndex,
-    ShortenedTables,
     SnapshotKey,
+    TokenDropper,
     common_length,
 )
 
@@ -106,6 +106,7 @@ class Scheduler:
         self,
         tables: PageTables,
         index: PrefixIndex | None,
+        dropper: TokenDropper,
         *,
         max_sequences: int,
         token_budget: int,
@@ -114,6 +115,7 @@ class Scheduler:
     ):
         self._tables = tables
         self._index = index
+        self._dropper = dropper
         self._max_sequences = max_sequences
         self._token_budget = token_budget
         self._clock = clock
@@ -159,7 +161,7 @@ class Scheduler:
             sequence.num_uncomputed -= num_tokens
             if sequence.in_prompt:
                 self._advance_prompt(sequence)
-        if self._tables.slides:
+        if self._tables.sliding:
             self._tables.trim(plan.rows, plan.lengths)
 
     def _advance_prompt(self, sequence: Sequence) -> None:
@@ -178,13 +180,10 @@ class Scheduler:
             return
         draft.shares = dict.fromkeys(decoding, 1)
         draft.budget -= len(decoding)
-        beginning = decoding
-        if self._tables.dropped is None:  # the last tokens of the others go to pages that they have
-            beginning = [s for s in decoding if (len(s.tokens) - 1) % self._page_size == 0]
-        rows = [sequence.row for sequence in beginning if sequence.row is not None]
-        lengths = [len(sequence.tokens) for sequence in beginning]
+        rows = [sequence.row for sequence in decoding if sequence.row is not None]
+        lengths = [len(sequence.tokens) for sequence in decoding]
         for place in self._tables.grow_lacking(rows, lengths):
-            sequence = beginning[place]
+            sequence = decoding[place]
             if sequence.row is not None:  # not preempted for the sake of an earlier one
                 self._make_room(sequence, len(sequence.tokens), draft)
 
@@ -202,11 +201,9 @@ class Scheduler:
         Raises:
           OutOfPages: it runs alone, and still there are too few: nobody will give any.
         """
-        tables = self._tables
-        assert isinstance(tables, ShortenedTables)
         while sequence.row is not None:
             try:
-                tables.shorten(sequence.row, sequence.num_computed, lens)
+                self._dropper.drop(sequence.row, sequence.num_computed, lens)
                 return True
             except OutOfPages:
                 if len(self.running) == 1:
@@ -282,8 +279,7 @@ class Scheduler:
 
     def _resume(self, sequence: Sequence, row: int, key: SnapshotKey) -> bool:
         """Starts a sequence behind its context, from what another one has left of it."""
-        assert isinstance(self._tables, ShortenedTables)
-        found = self._tables.take_snapshot(row, key, priority=sequence.request.priority)
+        found = self._dropper.match(row, key, priority=sequence.request.priority)
         if found is None:
             return False
         sequence.start(row, sequence.context, found[1])
@@ -326,7 +322,7 @@ class Scheduler:
         known = self._cached.get(sequence)
         if known is None or known[0] != version:
             key = sequence.resumable
-            if key is not None and self._index.snapshots.get(key) is not None:
+            if key is not None and self._dropper.get(key) is not None:
                 found = sequence.context
             else:
                 packed = sequence.packed(sequence.num_findable)
@@ -364,7 +360,7 @@ class Scheduler:
         copies = []
         for sequence in draft.started:
             for group, source in enumerate(sequence.sources):
-                if source:
+                if source and sequence.row is not None:
                     place = self._tables.num_stored(group, sequence.row, sequence.num_computed)
                     page = place // self._page_size
                     target = int(self._tables.pages[group][sequence.row, page])

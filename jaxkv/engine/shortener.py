@@ -5,7 +5,6 @@ the engine is asked to. When that is follows from its length alone, so that a se
 start again loses the same ones. Not here: which tokens (`jaxkv.compress`).
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -15,7 +14,7 @@ from jaxkv.compress import Compression, Compressor, Kept, Row, num_protected
 from jaxkv.engine.request import Request, RequestError
 from jaxkv.engine.scheduler import PageCopy, Scheduler
 from jaxkv.engine.sequence import NEVER, Sequence
-from jaxkv.prefix import OutOfPages, PrefixIndex, ShortenedTables, SnapshotKey
+from jaxkv.prefix import OutOfPages, PageTables, SnapshotKey, TokenDropper
 
 
 class Shortener:
@@ -26,8 +25,8 @@ class Shortener:
         compression: Compression,
         compressor: Compressor,
         scheduler: Scheduler,
-        tables: ShortenedTables,
-        index: PrefixIndex | None,
+        tables: PageTables,
+        dropper: TokenDropper,
         copy: Callable[[KVCache, list[PageCopy]], KVCache],
     ):
         """Takes an engine's parts; `copy` copies pages in the cache, which it is donated."""
@@ -35,7 +34,7 @@ class Shortener:
         self._compressor = compressor
         self._scheduler = scheduler
         self._tables = tables
-        self._index = index
+        self._dropper = dropper
         self._copy = copy
         self._query_aware = compression.score_method().query_aware
 
@@ -55,15 +54,15 @@ class Shortener:
         request = sequence.request
         sequence.context = sequence.shorten_at = request.context or sequence.num_prompt
         sequence.interval = self._compression.interval or NEVER
-        if self._index is not None:
-            namespace = dataclasses.replace(
+        if self._dropper.snapshots is not None:
+            n = sequence.num_prompt if self._query_aware else sequence.context
+            sequence.snapshot_key = SnapshotKey(
+                sequence.packed(n),
                 sequence.namespace,
                 method=self._compression.name,
                 dropped_at=sequence.context,
                 protect=request.protect,
             )
-            n = sequence.num_prompt if self._query_aware else sequence.context
-            sequence.snapshot_key = SnapshotKey(sequence.packed(n), namespace)
 
     def shorten(
         self, cache: KVCache, sequences: Iterable[Sequence]
@@ -113,27 +112,26 @@ class Shortener:
     def _known(self, sequence: Sequence) -> Kept | None:
         """What another sequence has kept of the same context."""
         key = sequence.snapshot_key
-        if self._index is None or key is None or sequence.num_computed != sequence.context:
+        if key is None or sequence.num_computed != sequence.context:
             return None
-        snapshot = self._index.snapshots.get(key)
+        snapshot = self._dropper.get(key)
         return None if snapshot is None else snapshot.kept
 
     def _publish(self, cache: KVCache, sequence: Sequence) -> KVCache:
         """Shares what is left of a context; nothing is lost where there are no pages for it."""
-        key, row, tables = sequence.snapshot_key, sequence.row, self._tables
-        if key is None or row is None or tables.share_snapshot(row, key):
+        key, row, dropper = sequence.snapshot_key, sequence.row, self._dropper
+        if key is None or row is None or dropper.share(row, key):
             return cache
-        windows = tables.pages_for_windows(row)
+        windows = dropper.copies_for_windows(row)
         if windows is None:
             return cache
         copies = [PageCopy(g, *pair) for g, pages in windows.items() for pair in pages.items()]
         cache = self._copy(cache, copies)
         n, priority = sequence.num_computed, sequence.request.priority
-        tables.publish_snapshot(row, n, key, sequence.kept, windows, priority=priority)
+        dropper.publish(row, n, key, sequence.kept, windows, priority=priority)
         return cache
 
     def _row(self, sequence: Sequence) -> Row:
-        assert self._tables.dropped is not None
         return Row(
             tables=np.stack([table[sequence.row] for table in self._tables.pages]),
             dropped=self._tables.dropped[:, sequence.row].copy(),

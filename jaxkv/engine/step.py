@@ -207,7 +207,7 @@ def build_buffer(
     parts["want_top"][0] = plan.wants_logprobs
     for part, table in zip(parts["page_tables"], tables.pages, strict=True):
         np.take(table, rows, axis=0, out=part[:n], mode="clip")
-    if tables.dropped is not None:
+    if layout.shortens:
         parts["dropped"][:, :n] = tables.dropped[:, rows]
     return buffer
 

@@ -12,7 +12,14 @@ from jaxkv.engine import Completion, FinishReason, Request
 from jaxkv.engine.scheduler import Scheduler, StepPlan
 from jaxkv.engine.sequence import Sequence
 from jaxkv.engine.waiting import AGE_GUARD, SCHEDULING
-from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, check_integrity
+from jaxkv.prefix import (
+    Namespace,
+    PageTables,
+    TokenDropper,
+    check_integrity,
+    make_index,
+    make_pool,
+)
 
 P = 4
 
@@ -30,11 +37,12 @@ class World:
         index: bool = False,
         scheduling: str = "fcfs",
     ):
-        self.pools = [PagePool(n + 1) for n in pages]
+        windows = windows or (None,) * len(pages)
+        self.pools = [make_pool(n + 1, window) for n, window in zip(pages, windows, strict=True)]
         self.longest = min(pages) * P
         self.budget = budget
         self.max_sequences = max_sequences
-        self.index = PrefixIndex(self.pools, P, windows) if index else None
+        self.index = make_index(self.pools, P, windows) if index else None
         self.tables = PageTables(
             self.pools,
             P,
@@ -46,6 +54,7 @@ class World:
         self.scheduler = Scheduler(
             self.tables,
             self.index,
+            TokenDropper(self.tables, self.index),
             max_sequences=max_sequences,
             token_budget=budget,
             scheduling=scheduling,
@@ -81,7 +90,7 @@ class World:
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             assert 0 < num_tokens <= sequence.num_uncomputed
             end = sequence.num_computed + num_tokens
-            assert self.tables.num_pages[sequence.row] >= end / P
+            assert self.tables.covered[sequence.row] >= end
         for copy in plan.copies:
             assert self.pools[copy.group].state(copy.target) == (0, 1)
 
@@ -109,8 +118,8 @@ class World:
             check_integrity(self.index, self.tables)
         for pool in self.pools:
             pool.check_integrity()
-        held = [int(self.tables.num_pages[s.row]) for s in self.scheduler.running]
-        if self.index is None and not self.tables.slides:
+        held = [self.tables.covered[s.row] // P for s in self.scheduler.running]
+        if self.index is None and not self.tables.sliding:
             assert [pool.num_held for pool in self.pools] == [sum(held)] * len(self.pools)
         assert self.tables.num_open == len(held) <= self.max_sequences
         assert all(s.num_computed == 0 for s in self.scheduler.waiting)
