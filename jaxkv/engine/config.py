@@ -8,7 +8,7 @@ from jaxkv.compress import Compression
 from jaxkv.engine.sampling import Sampler, draw
 from jaxkv.engine.scheduler import SCHEDULING
 from jaxkv.errors import UsageError
-from jaxkv.prefix import POLICIES
+from jaxkv.prefix import POLICIES, EvictionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class EngineConfig:
         that row, or a batch could change an answer.
       prefix_cache: keep the pages of finished requests, and share them with later requests that
         begin with the same tokens.
-      eviction: which cached page is evicted first: a name from `jaxkv.prefix.POLICIES`.
+      eviction: which cached page is evicted first: a name from `jaxkv.prefix.POLICIES`, or a policy
+        (`jaxkv.prefix.EvictionPolicy`) that serves no other engine.
       scheduling: which waiting request starts first: a name from
         `jaxkv.engine.scheduler.SCHEDULING`.
 
@@ -65,7 +66,7 @@ class EngineConfig:
     backend: str | None = None
     sampler: Sampler = draw
     prefix_cache: bool = True
-    eviction: str = "lru"
+    eviction: str | EvictionPolicy = "lru"
     scheduling: str = "lpm"
 
     def __post_init__(self) -> None:
@@ -86,9 +87,15 @@ class EngineConfig:
             raise UsageError(f"backend must be None or of {BACKEND_NAMES}, got {self.backend!r}")
         if not callable(self.sampler):
             raise UsageError(f"sampler must be a function, got {self.sampler!r}")
-        for name, known in (("eviction", tuple(POLICIES)), ("scheduling", SCHEDULING)):
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name} must be of {known}, got {getattr(self, name)!r}")
+        is_policy = isinstance(self.eviction, EvictionPolicy) and not isinstance(
+            self.eviction, type
+        )
+        if self.eviction not in tuple(POLICIES) and not is_policy:
+            raise UsageError(
+                f"eviction must be of {tuple(POLICIES)} or a policy, got {self.eviction!r}"
+            )
+        if self.scheduling not in SCHEDULING:
+            raise UsageError(f"scheduling must be of {SCHEDULING}, got {self.scheduling!r}")
         try:
             check_choice(self.kv_format)
         except ValueError as error:

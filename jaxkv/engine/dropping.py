@@ -5,7 +5,6 @@ time that so many more are there. This depends only on its length, so a sequence
 after a preemption loses the same tokens. Which tokens are dropped is decided in `jaxkv.compress`.
 """
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from jaxkv.engine.runner import StepRunner
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.sequence import Sequence
 from jaxkv.engine.step_plan import PageCopy
-from jaxkv.prefix import OutOfPages, PrefixIndex, ShortenedTables, Snapshot, SnapshotKey
+from jaxkv.prefix import OutOfPages, PageTables, Snapshot, SnapshotKey, TokenDropper
 
 NEVER = 1 << 60  # more tokens than a sequence has
 
@@ -26,8 +25,7 @@ class DropState:
     """Which tokens of one sequence are dropped, and when.
 
     Attributes:
-      tables: the page tables of all sequences.
-      index: of cached prefixes and snapshots; None to share none.
+      dropper: has the snapshots.
       context: how many of its first tokens lose some, once all of them are computed.
       interval: after how many further tokens more are dropped; NEVER to drop once.
       snapshot_key: names the snapshot with what is left of the context.
@@ -36,8 +34,7 @@ class DropState:
       kept: the tokens that were kept then; None while all are there.
     """
 
-    tables: ShortenedTables
-    index: PrefixIndex | None
+    dropper: TokenDropper
     context: int
     interval: int
     snapshot_key: SnapshotKey
@@ -75,7 +72,7 @@ class DropState:
         if self._snapshot(sequence) is None:
             return None
         priority = sequence.request.priority
-        found = self.tables.take_snapshot(row, self.snapshot_key, priority=priority)
+        found = self.dropper.match(row, self.snapshot_key, priority=priority)
         assert found is not None
         self.book(sequence, self.context, found[0].kept)
         return self.context, found[1]
@@ -89,7 +86,7 @@ class DropState:
 
     def snapshot(self) -> Snapshot | None:
         """What is left of the context of another sequence with the same key."""
-        return None if self.index is None else self.index.snapshots.get(self.snapshot_key)
+        return self.dropper.get(self.snapshot_key)
 
     def _snapshot(self, sequence: Sequence) -> Snapshot | None:
         """The snapshot, if the sequence needs no logits at a token of the context."""
@@ -108,8 +105,8 @@ class DropStage:
         compression: Compression,
         runner: StepRunner,
         scheduler: Scheduler,
-        tables: ShortenedTables,
-        index: PrefixIndex | None,
+        tables: PageTables,
+        dropper: TokenDropper,
     ):
         """Takes the parts of an engine.
 
@@ -118,7 +115,7 @@ class DropStage:
           runner: has the cache.
           scheduler: preempts sequences if pages run out.
           tables: the page tables.
-          index: of cached prefixes; None to share nothing.
+          dropper: exchanges the pages of their rows, and has the snapshots.
         """
         self.budget = compression.budget
         self._compression = compression
@@ -126,26 +123,25 @@ class DropStage:
         self._compressor = runner.steps.compressor(method, runner.cache)
         self._is_query_aware = method.query_aware
         self._runner, self._scheduler = runner, scheduler
-        self._tables, self._index = tables, index
+        self._tables, self._dropper = tables, dropper
 
     def prepare(self, sequence: Sequence) -> None:
         """Tells a new sequence when it loses tokens. It shares what is left with sequences of the
         same context or, if queries influence the choice, of the same prompt."""
         request = sequence.request
         context = request.context or sequence.num_prompt
-        namespace = dataclasses.replace(
-            sequence.namespace,
-            method=self._compression.name,
-            dropped_at=context,
-            protect=tuple(request.protect),
-        )
         num_compared = sequence.num_prompt if self._is_query_aware else context
         sequence.drop = DropState(
-            tables=self._tables,
-            index=self._index,
+            dropper=self._dropper,
             context=context,
             interval=self._compression.interval or NEVER,
-            snapshot_key=SnapshotKey(sequence.packed(num_compared), namespace),
+            snapshot_key=SnapshotKey(
+                sequence.packed(num_compared),
+                sequence.namespace,
+                method=self._compression.name,
+                dropped_at=context,
+                protect=tuple(request.protect),
+            ),
         )
 
     def after_step(self, sequences: Iterable[Sequence]) -> list[Sequence]:
@@ -209,7 +205,7 @@ class DropStage:
         """
         while sequence.row is not None:
             try:
-                self._tables.shorten(sequence.row, sequence.num_computed, lens)
+                self._dropper.drop(sequence.row, sequence.num_computed, lens)
                 return True
             except OutOfPages:
                 if len(self._scheduler.running) == 1:
@@ -220,20 +216,19 @@ class DropStage:
     def _publish(self, sequence: Sequence, drop: DropState) -> None:
         """Makes what is left of a context a snapshot for other sequences; if pages are lacking,
         nothing is shared."""
-        key, row, tables = drop.snapshot_key, sequence.row, self._tables
-        if self._index is None or row is None or tables.share_snapshot(row, key):
+        key, row, dropper = drop.snapshot_key, sequence.row, self._dropper
+        if dropper.snapshots is None or row is None or dropper.share(row, key):
             return
-        windows = tables.pages_for_windows(row)
+        windows = dropper.copies_for_windows(row)
         if windows is None:
             return
         self._runner.copy(
             PageCopy(g, *ids) for g, pages in windows.items() for ids in pages.items()
         )
         n, priority = sequence.num_computed, sequence.request.priority
-        tables.publish_snapshot(row, n, key, drop.kept, windows, priority=priority)
+        dropper.publish(row, n, key, drop.kept, windows, priority=priority)
 
     def _row(self, sequence: Sequence) -> Row:
-        assert self._tables.dropped is not None
         return Row(
             tables=np.stack([table[sequence.row] for table in self._tables.pages]),
             dropped=self._tables.dropped[:, sequence.row].copy(),

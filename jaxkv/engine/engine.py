@@ -34,7 +34,7 @@ from jaxkv.engine.sizing import cache_capacity, longest_sequence, plan_cache
 from jaxkv.engine.step import StepFunctions, StepResult
 from jaxkv.engine.step_plan import StepPlan
 from jaxkv.engine.stopping import AnswerText, DetokenizerFactory
-from jaxkv.prefix import Event, Namespace, ShortenedTables
+from jaxkv.prefix import Event, Namespace
 
 
 class Engine:
@@ -89,7 +89,7 @@ class Engine:
         self.max_length = longest_sequence(model, self.config, self.spec)
         host = HostSide.build(self.spec, self.config, self.max_length, page_events)
         self.pools, self.index, self.pins = host.pools, host.index, host.pins
-        self._tables = host.tables
+        self._tables, self._dropper = host.tables, host.dropper
         self._bytes_per_page = [self.spec.bytes_per_page(g) for g in range(len(self.pools))]
         self._runner = StepRunner(model, self.config, self.spec, self._tables, steps)
         self.shapes, self.steps = self._runner.shapes, self._runner.steps
@@ -115,10 +115,10 @@ class Engine:
         self.metrics = EngineMetrics()
 
     def _make_dropping(self) -> DropStage | None:
-        compression, tables = self.config.compression, self._tables
-        if compression is None or not isinstance(tables, ShortenedTables):
+        compression = self.config.compression
+        if compression is None or compression.is_window:
             return None
-        return DropStage(compression, self._runner, self._scheduler, tables, self.index)
+        return DropStage(compression, self._runner, self._scheduler, self._tables, self._dropper)
 
     @property
     def has_work(self) -> bool:
@@ -141,8 +141,8 @@ class Engine:
     def namespace(self, cache_salt: str | None = None) -> Namespace:
         """Where the index keeps the prefixes of requests with this salt."""
         compression = self.config.compression
-        method = compression.name if compression is not None and compression.is_window else ""
-        return Namespace(kv_format=format_id(self.spec.formats), method=method, salt=cache_salt)
+        window = compression.name if compression is not None and compression.is_window else ""
+        return Namespace(kv_format=format_id(self.spec.formats), window=window, salt=cache_salt)
 
     def warm_up(self) -> None:
         """Compiles every shape of step and the page copy, so that no request waits for a compiler.

@@ -95,7 +95,7 @@ class Scheduler:
             sequence.num_uncomputed -= num_tokens
             if sequence.in_prompt:
                 self._advance_prompt(sequence)
-        if self._tables.slides:
+        if self._tables.sliding:
             self._tables.trim(plan.rows, plan.lengths)
 
     def preempt_least(self) -> Sequence:
@@ -131,13 +131,10 @@ class Scheduler:
             return
         draft.shares = dict.fromkeys(decoding, 1)
         draft.budget -= len(decoding)
-        growing = decoding
-        if self._tables.dropped is None:  # the last tokens of the others have a slot already
-            growing = [s for s in decoding if (len(s.tokens) - 1) % self._tables.page_size == 0]
-        rows = [sequence.row for sequence in growing if sequence.row is not None]
-        lengths = [len(sequence.tokens) for sequence in growing]
+        rows = [sequence.row for sequence in decoding if sequence.row is not None]
+        lengths = [len(sequence.tokens) for sequence in decoding]
         for place in self._tables.grow_lacking(rows, lengths):
-            self._make_room(growing[place], len(growing[place].tokens), draft)
+            self._make_room(decoding[place], len(decoding[place].tokens), draft)
 
     def _add_prompts(self, draft: Draft) -> None:
         for sequence in [s for s in self.running if s.num_uncomputed > 1 and not s.paused]:
@@ -303,7 +300,7 @@ class Scheduler:
         copies = []
         for sequence, sources in draft.sources.items():
             for group, source in enumerate(sources):
-                if source:
+                if source and sequence.row is not None:
                     stored = self._tables.num_stored(group, sequence.row, sequence.num_computed)
                     page = stored // self._tables.page_size
                     target = int(self._tables.pages[group][sequence.row, page])

@@ -31,8 +31,8 @@ def asked(question: tuple[int, ...], context: tuple[int, ...] = CONTEXT, **optio
 
 
 def snapshots(engine: CheckedEngine) -> list[Snapshot]:
-    assert engine.index is not None
-    return list(engine.index.snapshots)
+    assert engine._dropper.snapshots is not None
+    return list(engine._dropper.snapshots)
 
 
 def contents(engine: CheckedEngine, snapshot: Snapshot) -> list[np.ndarray]:
@@ -148,7 +148,7 @@ def test_what_was_asked_for_differently_is_not_shared(mixed: Tiny):
         Request(prompt=(*CONTEXT, *QUESTIONS[0]), max_new_tokens=NEW),
         asked(QUESTIONS[0], prompt_logprobs=True),
     ):
-        before = {snapshot.found_by for snapshot in snapshots(engine)}
+        before = {snapshot.key for snapshot in snapshots(engine)}
         assert run(engine, request).cached_tokens < request_context(request)
         if not request.prompt_logprobs:
             assert len(before) + 1 == len(snapshots(engine))
@@ -245,7 +245,7 @@ def test_a_small_pool_lets_snapshots_go_and_serves_everybody(mixed: Tiny, evicti
         taken.clear()
     engine.reset_cache()
     assert not snapshots(engine) and engine.index is not None
-    check_integrity(engine.index, engine._tables)
+    check_integrity(engine.index, engine._tables, snapshots=engine._dropper.snapshots)
     assert all(pool.num_free == pool.capacity for pool in engine.pools)
 
 

@@ -109,7 +109,8 @@ class CheckedEngine(Engine):
         deltas = super().step()
         if self.index is not None:
             pinned = self.pins.holdings() if self.pins is not None else []
-            check_integrity(self.index, self._tables, [self._taken, *pinned])
+            snapshots = self._dropper.snapshots
+            check_integrity(self.index, self._tables, [self._taken, *pinned], snapshots)
         for pool in self.pools:
             pool.check_integrity()
         check_cache(self.cache, self.spec)
