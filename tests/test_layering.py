@@ -66,7 +66,7 @@ RULES = {
         ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress"), outside=ARRAYS
     ),
     # Importable only with the extra `eval`.
-    "jaxkv.models.harness": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
+    "jaxkv.models.lm_eval_model": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
     "jaxkv.models": Rule(ours=LIBRARY, outside=ARRAYS + CHECKPOINTS),
     "jaxkv.cli": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),
     "scripts": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),

@@ -159,9 +159,9 @@ class Engine:
     ) -> Namespace:
         """Where the index keeps the prefixes of requests with this adapter and salt."""
         compression = self.config.compression
-        method = compression.name if compression is not None and compression.is_window else ""
+        window = compression if compression is not None and compression.is_window else None
         formats = format_id(self.spec.formats)
-        return Namespace(kv_format=formats, method=method, adapter=adapter, salt=cache_salt)
+        return Namespace(kv_format=formats, method=window, adapter=adapter, salt=cache_salt)
 
     def submit(self, request: Request, *, stepwise: bool = False) -> Completion:
         """Queues a request.

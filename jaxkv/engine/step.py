@@ -25,7 +25,8 @@ import numpy as np
 
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, copy_pages
-from jaxkv.compress import Compressor, ScoreMethod
+from jaxkv.compress import ScoreMethod
+from jaxkv.compress.compressor import Compressor
 from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.sampling import (
     NUM_CONTROLS,
@@ -285,15 +286,15 @@ class StepFunctions:
         self._prompt_logprobs: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(prompt_logprobs)
         self._choices = (backend, deterministic)
         self._model = model
-        self._compressors: dict[str, Compressor] = {}
+        self._compressors: dict[ScoreMethod, Compressor] = {}
 
     def compressor(self, method: ScoreMethod, cache: KVCache) -> Compressor:
         """The functions that drop tokens by a method, made once."""
-        if method.name not in self._compressors:
+        if method not in self._compressors:
             backend = self._choices[0]
             compressor = Compressor(self._model, cache, method, backend=backend)
-            self._compressors[method.name] = compressor
-        return self._compressors[method.name]
+            self._compressors[method] = compressor
+        return self._compressors[method]
 
     def check(self, model: DecodeModel, backend: str | None, deterministic: bool) -> None:
         """Raises ValueError where these are other functions than an engine needs."""
