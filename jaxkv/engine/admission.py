@@ -5,7 +5,8 @@ A `Request` has checked its own values already; here they are compared with what
 
 from dataclasses import dataclass
 
-from jaxkv.compress import Budget, num_protected
+from jaxkv.compress import Budget
+from jaxkv.compress.kept import num_protected
 from jaxkv.engine.request import Request, RequestError
 
 

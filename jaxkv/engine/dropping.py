@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxkv.compress import Compression, Kept, Row
+from jaxkv.compress import Compression
+from jaxkv.compress.kept import Kept, Row
 from jaxkv.engine.runner import StepRunner
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.sequence import Sequence
@@ -138,7 +139,7 @@ class DropStage:
             snapshot_key=SnapshotKey(
                 sequence.packed(num_compared),
                 sequence.namespace,
-                method=self._compression.name,
+                method=self._compression,
                 dropped_at=context,
                 protect=tuple(request.protect),
             ),
@@ -163,35 +164,32 @@ class DropStage:
         return failed
 
     def _drop(self, sequence: Sequence, drop: DropState) -> None:
-        n, cache, layers = sequence.num_computed, self._runner.cache, self._compressor.layers
-        keep = self.budget.keep(n)
-        row = self._row(sequence)
-        groups = [group for layer in layers for group in cache.groups_of(layer)]
-        if keep >= n - row.dropped[groups].mean():
+        n, row, cache = sequence.num_computed, self._row(sequence), self._runner.cache
+        snapshot = drop.snapshot() if n == drop.context else None
+        if snapshot is not None:
+            kept = snapshot.kept
+        else:
+            kept = self._compressor.choose(
+                cache,
+                row,
+                sequence.tokens[:n],
+                self.budget,
+                protect=sequence.request.protect,
+                since=drop.last_at,
+                before=drop.kept,
+            )
+        if kept is None:
             drop.book(sequence, n, None)
             return
-        snapshot = drop.snapshot() if n == drop.context else None
-        kept = self._choose(sequence, drop, row, keep) if snapshot is None else snapshot.kept
-        if not self._take_pages(sequence, kept.lens(cache, layers)):
+        if not self._take_pages(sequence, self._compressor.lens(kept)):
             return
         target = np.stack([table[sequence.row] for table in self._tables.pages])
         self._runner.cache = self._compressor.move(cache, kept, row, target)
-        if self._compression.interval is None:  # no later choice needs the sums
-            kept = kept._replace(seen=())
+        if self._compression.interval is None:  # no later choice needs the statistics
+            kept = kept._replace(statistics=())
         drop.book(sequence, n, kept)
         if n == drop.context:
             self._publish(sequence, drop)
-
-    def _choose(self, sequence: Sequence, drop: DropState, row: Row, keep: int) -> Kept:
-        return self._compressor.choose(
-            self._runner.cache,
-            row,
-            sequence.tokens[: sequence.num_computed],
-            keep,
-            spans=sequence.request.protect,
-            since=drop.last_at,
-            before=drop.kept,
-        )
 
     def _take_pages(self, sequence: Sequence, lens: dict[int, int]) -> bool:
         """Exchanges a sequence's pages for those that fewer tokens need, and preempts sequences

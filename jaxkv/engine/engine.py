@@ -141,7 +141,7 @@ class Engine:
     def namespace(self, cache_salt: str | None = None) -> Namespace:
         """Where the index keeps the prefixes of requests with this salt."""
         compression = self.config.compression
-        window = compression.name if compression is not None and compression.is_window else ""
+        window = compression if compression is not None and compression.is_window else None
         return Namespace(kv_format=format_id(self.spec.formats), window=window, salt=cache_salt)
 
     def warm_up(self) -> None:

@@ -13,7 +13,7 @@ from types import UnionType
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.compress import MAX_SPANS
+from jaxkv.compress.kept import MAX_SPANS
 from jaxkv.errors import JaxkvError
 
 MAX_TOP_LOGPROBS = 20

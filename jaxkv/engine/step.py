@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, copy_pages
-from jaxkv.compress import Compressor, ScoreMethod
+from jaxkv.compress import ScoreMethod
+from jaxkv.compress.compressor import Compressor
 from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.sampling import Sampled, Sampler, SamplingInputs, draw, sample
 from jaxkv.engine.shapes import DETERMINISTIC_ROWS
@@ -60,15 +61,14 @@ class StepFunctions:
         self._prompt_logprobs: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(
             partial(_prompt_logprobs, model)
         )
-        self._compressors: dict[str, Compressor] = {}
+        self._compressors: dict[ScoreMethod, Compressor] = {}
 
     def compressor(self, method: ScoreMethod, cache: KVCache) -> Compressor:
         """The functions that drop tokens by a method; made once per method."""
-        if method.name not in self._compressors:
+        if method not in self._compressors:
             backend = self._choices.backend
-            compressor = Compressor(self._model, cache, method, backend=backend)
-            self._compressors[method.name] = compressor
-        return self._compressors[method.name]
+            self._compressors[method] = Compressor(self._model, cache, method, backend=backend)
+        return self._compressors[method]
 
     def check(self, model: DecodeModel, choices: StepChoices) -> None:
         """Raises ValueError if an engine with this model and these choices needs others."""

@@ -16,7 +16,7 @@ removes nodes.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,13 +57,13 @@ class Namespace:
 
     Attributes:
       kv_format: how K and V are stored, including rotation and scales.
-      window: name of the method that gave the model's full layers a window, which changes their K
-        and V; "" for none.
+      window: the method that gave the model's full layers a window, which changes their K and V,
+        compared by value; None for none.
       salt: secret of those who share; None for everyone.
     """
 
     kv_format: str = ""
-    window: str = ""
+    window: Hashable = None
     salt: str | None = None
 
 

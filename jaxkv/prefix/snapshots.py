@@ -11,7 +11,7 @@ compared, the pages are marked as indexed, and snapshots are evicted in one orde
 the trees, each as a whole. `jaxkv.compress` chooses the tokens, `dropper` has the rows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class SnapshotKey(NamedTuple):
 
     tokens: bytes
     namespace: Namespace
-    method: str
+    method: Hashable
     dropped_at: int
     protect: tuple[tuple[int, int], ...] = ()
 
