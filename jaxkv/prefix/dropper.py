@@ -51,8 +51,8 @@ class TokenDropper:
             tables.pools[g].release(held)
         for g, count in counts.items():
             tables.make_free(g, count)
-            tables.dropped[g, row] = num_tokens - lens[g]
             tables.replace(row, g, tables.pools[g].acquire(count))
+        tables.set_dropped(row, {g: num_tokens - length for g, length in lens.items()})
 
     def get(self, key: SnapshotKey) -> Snapshot | None:
         """Returns the snapshot of a context, or None; changes nothing."""
@@ -71,7 +71,8 @@ class TokenDropper:
         if found is None:
             return None
         snapshot, match = found
-        self._tables.dropped[:, row] = [match.num_tokens - length for length in snapshot.lens]
+        dropped = [match.num_tokens - length for length in snapshot.lens]
+        self._tables.set_dropped(row, dict(enumerate(dropped)))
         self._tables.fill(row, match.pages)
         return snapshot, match.sources
 

@@ -61,5 +61,5 @@ def test_a_policy_serves_one_engine(tiny: Tiny):
 
 @pytest.mark.parametrize("eviction", ["mru", LRU, None, 3, ["lru"]], ids=str)
 def test_what_is_no_policy_is_refused(eviction):
-    with pytest.raises(ValueError, match="eviction must be of .* or a policy"):
+    with pytest.raises(ValueError, match=r"eviction must be of .* or a policy"):
         EngineConfig(eviction=eviction).check()
