@@ -246,9 +246,16 @@ class PrefixIndex:
         return False
 
     def evict_from(self, entry: Evictable, group: int, num_pages: int) -> int:
-        """Evicts the tail of a leaf; see `Owner.evict_from`."""
+        """Evicts the end of a leaf, as far as no page is held; see `Owner.evict_from`."""
         assert isinstance(entry, Node)
-        return 0 if entry.children else self._evict_tail(entry, group, num_pages)
+        if entry.children:
+            return 0
+        count = min(num_pages, entry.num_pages)
+        for g, ids in enumerate(entry.pages):
+            count = self.pools[g].unheld_tail(ids, count)
+        if count:
+            self._truncate(entry, entry.num_pages - count)
+        return count
 
     def _walk(self, tokens: bytes, namespace: Namespace) -> tuple[list[Node], int]:
         """See `Root.walk`."""
@@ -340,15 +347,6 @@ class PrefixIndex:
         """Whether a sequence that goes on after a leaf gets a node of its own."""
         return False
 
-    def _evict_tail(self, leaf: Node, group: int, num_pages: int) -> int:
-        """Evicts at most `num_pages` from the end of a leaf, as far as no page is held."""
-        count = min(num_pages, leaf.num_pages)
-        for pool, ids in zip(self.pools, leaf.pages, strict=True):
-            count = pool.unheld_tail(ids, count)
-        if count:
-            self._truncate(leaf, leaf.num_pages - count)
-        return count
-
     def _truncate(self, leaf: Node, num_pages: int) -> None:
         """Removes all but the first `num_pages` pages of a leaf, and the tokens in them.
 
@@ -375,8 +373,8 @@ class PrefixIndex:
         self.counters.evicted_pages += node.num_pages - num_pages
         if self._log is not None:
             self._log.evicted(node, num_pages)
-        for pool, ids in zip(self.pools, node.pages, strict=True):
-            pool.unmark_indexed(ids[num_pages:])
+        for g, ids in enumerate(node.pages):
+            self.pools[g].unmark_indexed(ids[num_pages:])
             del ids[num_pages:]
 
     def _forget(self, node: Node) -> None:

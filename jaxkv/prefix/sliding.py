@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from jaxkv.prefix.eviction import Evictable
 from jaxkv.prefix.index import Match, PrefixIndex
 from jaxkv.prefix.node import Namespace, Node
 from jaxkv.prefix.pool import PagePool
@@ -93,6 +94,25 @@ class SlidingIndex(PrefixIndex):
         """Whether nodes may have lost pages of a group."""
         return group in self.windows
 
+    def evict_from(self, entry: Evictable, group: int, num_pages: int) -> int:
+        """Evicts the end of a leaf; see `Owner.evict_from`.
+
+        A row that dropped tokens holds pages of sliding groups only. It keeps them when the leaf
+        is removed.
+        """
+        assert isinstance(entry, Node)
+        if entry.children:
+            return 0
+        count = entry.num_pages
+        for g in self._guarding:
+            count = self.pools[g].unheld_tail(entry.pages[g], count)
+        first, is_held = entry.num_pages - count, self.pools[group].is_held
+        tail = enumerate(entry.pages[group][first:], first)
+        freed = [place for place, page in tail if page and not is_held(page)][-num_pages:]
+        if freed:
+            self._truncate(entry, freed[0])
+        return len(freed)
+
     def _share(self, pages: list[list[int]], num_tokens: int) -> Match:
         num_tokens = self._servable(pages, num_tokens)
         for g in self.windows:
@@ -128,23 +148,6 @@ class SlidingIndex(PrefixIndex):
         super()._forget(node)
         for queue in self._passed.values():
             queue.pop(node, None)
-
-    def _evict_tail(self, leaf: Node, group: int, num_pages: int) -> int:
-        """Evicts from the end of a leaf until `num_pages` of a group are free, or none is left.
-
-        A row that dropped tokens holds pages of sliding groups only. It keeps them when the leaf
-        is removed.
-        """
-        count = leaf.num_pages
-        for g in self._guarding:
-            count = self.pools[g].unheld_tail(leaf.pages[g], count)
-        if not count:
-            return 0
-        tail, is_held = leaf.pages[group][-count:], self.pools[group].is_held
-        freed = [i for i, page in enumerate(tail) if page and not is_held(page)][-num_pages:]
-        if freed:
-            self._truncate(leaf, leaf.num_pages - count + freed[0])
-        return len(freed)
 
     def _unseen(self, group: int, length: int) -> range:
         """Logical pages before the window of the token at position `length`, sinks left out."""

@@ -186,10 +186,10 @@ class PageTables:
             return []
         needs: list[list[tuple[int, list[int]]]] = [[] for _ in self.pools]  # rows, their pages
         for i in lacking:
-            row = rows[i]
-            for need, ids, gone in zip(needs, self.held_by(row), self._gone[row], strict=True):
-                if len(ids) * P + gone < num_tokens[i]:
-                    need.append((row, ids))
+            row, gone = rows[i], self._gone[rows[i]]
+            for g, ids in enumerate(self.held_by(row)):
+                if len(ids) * P + gone[g] < num_tokens[i]:
+                    needs[g].append((row, ids))
         try:
             for g, need in enumerate(needs):
                 if len(need) > self.pools[g].num_free:
@@ -334,7 +334,8 @@ class PageTables:
         pool = self.pools[group]
         if num_pages <= pool.num_free:
             return
-        self.expire_pins()
+        if self._pins is not None:
+            self._pins.expire()
         lacking = num_pages - pool.num_free
         if self._index is not None and 0 < lacking <= pool.num_cached:
             self._index.evict(group, lacking)
