@@ -44,7 +44,7 @@ class Owner(Protocol):
         """Evicts pages of an entry.
 
         Args:
-          entry: of this owner.
+          entry: an entry of this owner.
           group: layer group that needs pages.
           num_pages: how many it needs; at least 1.
 

@@ -143,7 +143,7 @@ class PrefixIndex:
 
         Args:
           tokens: packed.
-          namespace: of the sequence.
+          namespace: namespace of the sequence.
         """
         return self._walk(tokens, namespace)[1]
 
@@ -153,8 +153,8 @@ class PrefixIndex:
         Args:
           tokens: packed, without the tokens that the caller computes in any case, such as the last
             token of a prompt.
-          namespace: of the sequence.
-          priority: of its request.
+          namespace: namespace of the sequence.
+          priority: `Request.priority` of the sequence.
 
         Returns:
           The match; the caller must release its pages.
@@ -185,8 +185,8 @@ class PrefixIndex:
         Args:
           tokens: packed, n of them.
           pages: in each group the pages `[ceil(n / P)]`, each held by the caller.
-          namespace: of the sequence.
-          priority: of its request.
+          namespace: namespace of the sequence.
+          priority: `Request.priority` of the sequence.
 
         Returns:
           In each group the pages that the caller holds now. Where the tree has another page of the

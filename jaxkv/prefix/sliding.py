@@ -59,8 +59,9 @@ class SlidingIndex(PrefixIndex):
         Args:
           pools: page pool of each layer group, a `SparsePool` for a sliding one.
           page_size: P, tokens per page.
-          windows: of each group in tokens; None for a group that sees all tokens.
-          sink_pages: of each group, pages at the beginning that every token sees; None for none.
+          windows: window of each group in tokens; None for a group that sees all tokens.
+          sink_pages: number of pages at the beginning that every token sees, for each group; by
+            default 0.
           **options: see `PrefixIndex`.
         """
         super().__init__(pools, page_size, **options)
@@ -158,7 +159,7 @@ class SlidingIndex(PrefixIndex):
         """The longest prefix, up to `length`, after which every group has all that it sees.
 
         Args:
-          pages: of each group along the prefix.
+          pages: page ids of each group along the prefix.
           length: tokens.
         """
         before = -1
