@@ -77,10 +77,10 @@ class PageTables:
           page_size: P, tokens per page.
           max_sequences: R.
           max_pages: M.
-          windows: of each group in tokens; None for a group that sees all. By default all do.
-          sink_pages: of each group, pages at the beginning that are kept whatever the window; by
-            default none.
-          index: of the same pools; None shares no prefixes.
+          windows: window of each group in tokens; None for a group that sees all. By default all do.
+          sink_pages: number of pages at the beginning that the window does not pass, for each group;
+            by default 0.
+          index: index of the same pools; None shares no prefixes.
           pins: in the index; those that have expired are ended when a row needs pages.
         """
         self.pools = tuple(pools)
@@ -126,8 +126,8 @@ class PageTables:
         Args:
           row: an open row without pages.
           tokens: packed, without the tokens that are computed in any case.
-          namespace: of the sequence.
-          priority: of its request.
+          namespace: namespace of the sequence.
+          priority: `Request.priority` of the sequence.
 
         Returns:
           How many tokens were found, and in each group the page to copy to the row's next page
@@ -174,7 +174,7 @@ class PageTables:
 
         Args:
           rows: open rows.
-          num_tokens: of each row, its tokens, the next one included.
+          num_tokens: tokens of each row, the next one included.
 
         Returns:
           The places in `rows` that still lack a slot: none, or all that did if pages ran out.
