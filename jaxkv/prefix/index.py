@@ -328,7 +328,7 @@ class PrefixIndex:
         start = top.end
         whole = start // self.page_size - top.start // self.page_size
         if top.num_pages > whole:  # partly filled; the first page of `rest` has its tokens too
-            self._drop_pages(top, whole)
+            self._remove_pages(top, whole)
         for pool, ids in zip(self.pools, rest, strict=True):
             pool.mark_indexed(ids)
         self.counters.stored_pages += len(rest[0])
@@ -353,7 +353,7 @@ class PrefixIndex:
         A leaf without tokens is removed. Its parent may then be a leaf, whose tokens after its last
         whole page were in the pages that are gone.
         """
-        self._drop_pages(leaf, num_pages)
+        self._remove_pages(leaf, num_pages)
         node: Node = leaf
         end = (leaf.start // self.page_size + num_pages) * self.page_size
         while node.parent is not None and not node.children and end < node.end:
@@ -368,7 +368,7 @@ class PrefixIndex:
         if isinstance(node, Root) and not node.children:
             del self.roots[node.namespace]
 
-    def _drop_pages(self, node: Node, num_pages: int) -> None:
+    def _remove_pages(self, node: Node, num_pages: int) -> None:
         """Removes all but the first `num_pages` pages of a node from the index."""
         self.counters.evicted_pages += node.num_pages - num_pages
         if self._log is not None:

@@ -77,9 +77,9 @@ class PageTables:
           page_size: P, tokens per page.
           max_sequences: R.
           max_pages: M.
-          windows: window of each group in tokens; None for a group that sees all. By default all do.
-          sink_pages: number of pages at the beginning that the window does not pass, for each group;
-            by default 0.
+          windows: window of each group in tokens; None, also by default, for one that sees all.
+          sink_pages: number of pages at the beginning of each group that the window does not
+            pass; by default 0.
           index: index of the same pools; None shares no prefixes.
           pins: in the index; those that have expired are ended when a row needs pages.
         """
