@@ -10,13 +10,22 @@ policy.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypedDict, Unpack
 
-from jaxkv.prefix.eviction import Evictable
+from jaxkv.prefix.events import Event
+from jaxkv.prefix.eviction import Evictable, EvictionPolicy
 from jaxkv.prefix.index import Match, PrefixIndex
 from jaxkv.prefix.node import Namespace, Node
 from jaxkv.prefix.pool import PagePool
+
+
+class IndexOptions(TypedDict, total=False):
+    """The options of `PrefixIndex`."""
+
+    eviction: str | EvictionPolicy
+    events: Callable[[Event], None] | None
+    clock: Callable[[], float]
 
 
 class SparsePool(PagePool):
@@ -52,7 +61,7 @@ class SlidingIndex(PrefixIndex):
         page_size: int,
         windows: Sequence[int | None],
         sink_pages: Sequence[int] | None = None,
-        **options: Any,
+        **options: Unpack[IndexOptions],
     ):
         """Makes an empty index.
 
@@ -246,7 +255,7 @@ def make_index(
     page_size: int,
     windows: Sequence[int | None],
     sink_pages: Sequence[int] | None = None,
-    **options: Any,
+    **options: Unpack[IndexOptions],
 ) -> PrefixIndex:
     """Makes the index for groups of which some may have a window; see `SlidingIndex`."""
     if any(window is not None for window in windows):
