@@ -14,15 +14,16 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.attention import AttentionBackend, StepInputs
-from jaxkv.cache import KVCache, LayerSpec, gather_dense, move_tokens, rotate
+from jaxkv.cache import KVCache, gather_dense, move_tokens, rotate
 from jaxkv.compress.method import FORCED, LayerTokens, Queries, ScoreMethod, Seen
+from jaxkv.model import DecodeModel
 
 CHUNK = 64  # tokens that are looked at in one call
 MIN_WIDTH = 8  # pages of the narrowest tables
@@ -38,30 +39,6 @@ def num_protected(spans: Spans) -> int:
         total += max(0, end - max(start, behind))
         behind = max(behind, end)
     return total
-
-
-class Model(Protocol):
-    """What is asked of a model; a `jaxkv.engine.DecodeModel` has it."""
-
-    @property
-    def params(self) -> Any:
-        """Parameters, a pytree."""
-        ...
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer keeps for a token."""
-        ...
-
-    def forward(
-        self, params: Any, cache: KVCache, step: StepInputs, backend: AttentionBackend
-    ) -> tuple[jax.Array, KVCache]:
-        """Runs a step."""
-        ...
-
-    def turn(self, layer: int, x: jax.Array, by: jax.Array) -> jax.Array:
-        """Rotates `[T, heads, D]` on by `[T]` positions, as a layer's RoPE does."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +99,7 @@ class Compressor:
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, method: ScoreMethod, *, backend: str | None = None
+        self, model: DecodeModel, cache: KVCache, method: ScoreMethod, *, backend: str | None = None
     ):
         """Compiles nothing yet.
 
@@ -132,9 +109,8 @@ class Compressor:
           method: scores and chooses.
           backend: of attention.
         """
-        L = len(cache.exact)
         self.method = method
-        self.layers = tuple(i for i in range(L) if cache.windows[cache.groups[i]] is None)
+        self.layers = tuple(i for i, own in enumerate(cache.spec.layers) if own.window is None)
         self._params = model.params
         attention = AttentionBackend(name=backend, query_tile=CHUNK)
         self._look = jax.jit(partial(_look, model, method, self.layers, attention))
@@ -199,7 +175,7 @@ class Compressor:
 
 
 def _look(
-    model: Model,
+    model: DecodeModel,
     method: ScoreMethod,
     layers: Sequence[int],
     attention: AttentionBackend,
@@ -218,13 +194,11 @@ def _look(
         page_tables=tuple(row.tables[:, None]),
         kv_lens=spot[0] - row.dropped[:, None],
     )
-    _, observing = model.forward(params, cache.observe(), step, attention)
-    assert observing.observed is not None
+    of_layers = model.queries(params, cache, step, attention)
     _, positions = step.places()
     found = []
     for layer in layers:
-        seen, own = observing.observed[layer], _layer_tokens(model, cache, layer, row)
-        assert seen is not None
+        seen, own = of_layers[layer], _layer_tokens(model, cache, layer, row)
         dropped = row.num_tokens - own.lens
         queries = Queries(seen.q, positions, positions[None] - dropped[:, None], seen.soft_cap)
         found.append(method.look(queries, own))
@@ -232,7 +206,7 @@ def _look(
 
 
 def _choose(
-    model: Model,
+    model: DecodeModel,
     method: ScoreMethod,
     layers: Sequence[int],
     cache: KVCache,
@@ -311,14 +285,14 @@ def _move(
     return cache
 
 
-def _layer_tokens(model: Model, cache: KVCache, layer: int, row: Row) -> LayerTokens:
+def _layer_tokens(model: DecodeModel, cache: KVCache, layer: int, row: Row) -> LayerTokens:
     """K and V of a layer as the model made them, and 0 where there are none."""
     groups = cache.groups_of(layer)
     k, v = gather_dense(cache, layer, row.tables[groups.start : groups.stop])
     k, v = (x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3]) for x in (k, v))
     D = model.layers[layer].head_dim  # of pages it may be larger
     k, v = (x[:, :, :D].astype(jnp.float32) for x in (k, v))
-    if cache.formats[layer].rotates:
+    if cache.spec.formats[layer].rotates:
         k, v = rotate(k), rotate(v)
     lens = row.num_tokens - row.dropped[groups.start : groups.stop]
     lens = jnp.broadcast_to(lens, (k.shape[0],))

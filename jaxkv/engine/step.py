@@ -26,7 +26,6 @@ import numpy as np
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, copy_pages
 from jaxkv.compress import Compressor, ScoreMethod
-from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.sampling import (
     NUM_CONTROLS,
     POSITION,
@@ -35,6 +34,7 @@ from jaxkv.engine.sampling import (
     sample,
 )
 from jaxkv.engine.scheduler import PageCopy, StepPlan, int32
+from jaxkv.model import DecodeModel
 from jaxkv.prefix import PageTables
 
 DETERMINISTIC_ROWS = 64
@@ -250,7 +250,7 @@ class StepFunctions:
             return (sample(logits, sampling), logits, hidden), cache
 
         def copy(cache: KVCache, copies: jax.Array) -> KVCache:
-            for group in range(len(cache.windows)):
+            for group in range(len(cache.spec.groups)):
                 cache = copy_pages(cache, group, copies[group, 0], copies[group, 1])
             return cache
 
@@ -318,8 +318,8 @@ class StepFunctions:
           copies: what to copy.
           most: copies that a group may ever ask for at once; the rest is padding.
         """
-        ids = np.zeros((len(cache.windows), 2, most), np.int32)
-        counts = [0] * len(cache.windows)
+        ids = np.zeros((len(cache.spec.groups), 2, most), np.int32)
+        counts = [0] * len(cache.spec.groups)
         for copy in copies:
             ids[copy.group, :, counts[copy.group]] = copy.source, copy.target
             counts[copy.group] += 1

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import AttentionBackend, StepInputs, preferred_layout, stored_layers
+from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import (
     CacheSpec,
     KVCache,
@@ -20,12 +20,10 @@ from jaxkv.cache import (
     KVRanges,
     choose_formats,
     gather_dense,
-    group_pages,
     init_cache,
-    layer_pages,
 )
 from jaxkv.compress import Compression, Compressor, Row, kept_layers
-from jaxkv.engine.model import DecodeModel
+from jaxkv.model import DecodeModel
 
 OnChunk = Callable[[int], object]  # gets the tokens of each chunk that is done
 
@@ -91,23 +89,15 @@ class PagedText:
         Raises:
           ValueError: the setting does not fit the model, or itself.
         """
-        layers = stored_layers(functions.model.layers)
-        layers, split_heads = kept_layers(setting.compression, layers, setting.formats)
-        pages = layer_pages(layers, setting.formats, split_heads=split_heads)
-        groups = group_pages(pages)
-        N = -(-num_tokens // page_size) + 1
-        self.spec = CacheSpec(
-            layers=layers,
-            page_size=page_size,
-            num_pages=(N,) * len(groups),
-            formats=setting.formats,
-            layout=preferred_layout(),
-            split_heads=split_heads,
+        formats = setting.formats
+        layers, split_heads = kept_layers(setting.compression, functions.model.layers, formats)
+        self.spec = CacheSpec.plan(
+            layers, formats, page_size=page_size, num_tokens=num_tokens, split_heads=split_heads
         )
         self.cache = init_cache(self.spec)
-        self.tables = np.stack([np.arange(1, N) + group.head * N for group in groups])
-        self.tables = self.tables.astype(np.int32)
-        self.dropped = np.zeros(len(groups), np.int32)
+        heads, N = np.array([group.head for group in self.spec.groups]), self.spec.num_pages[0]
+        self.tables = (np.arange(1, N)[None] + N * heads[:, None]).astype(np.int32)
+        self.dropped = np.zeros(len(heads), np.int32)
         self._length, self._chunk, self._functions = 0, chunk, functions
         self._compression = setting.compression
 
@@ -228,7 +218,8 @@ def kv_ranges(
         on_chunk(len(part))
     largest = []
     for layer in range(len(model.layers)):
-        table = jnp.asarray(text.tables[text.cache.groups[layer]][None])
+        (group,) = text.cache.groups_of(layer)
+        table = jnp.asarray(text.tables[group][None])
         k, v = gather_dense(text.cache, layer, table)
         heads = [jnp.abs(x[0, : len(tokens)]).max(axis=(0, 2)) for x in (k, v)]
         largest.append(tuple(jnp.stack(heads, axis=1).reshape(-1).tolist()))
