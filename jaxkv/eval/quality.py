@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import choose_formats
-from jaxkv.engine.model import DecodeModel
 from jaxkv.eval.paged_text import OnChunk, Reading, Setting, TextFunctions, ignore, read
+from jaxkv.model import DecodeModel
 
 LOGIT_ROWS = 64  # per call: the logits of a whole chunk would be larger than the model
 
