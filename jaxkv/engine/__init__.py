@@ -10,7 +10,6 @@ from jaxkv.engine.config import EngineConfig as EngineConfig
 from jaxkv.engine.engine import Engine as Engine
 from jaxkv.engine.metrics import EngineMetrics as EngineMetrics
 from jaxkv.engine.metrics import PoolState as PoolState
-from jaxkv.engine.model import DecodeModel as DecodeModel
 from jaxkv.engine.request import Request as Request
 from jaxkv.engine.request import RequestError as RequestError
 from jaxkv.engine.request import SamplingParams as SamplingParams
