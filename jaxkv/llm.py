@@ -1,9 +1,8 @@
 """`LLM`: a model, its tokenizer and an engine in one object. Text in, text out."""
 
-import operator
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,8 @@ from jaxkv.engine import (
     RequestError,
     SamplingParams,
 )
-from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
+from jaxkv.engine.stopping import DetokenizerFactory
 from jaxkv.errors import JaxkvError, UsageError
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.loading import LoadedModel, load_model, loading_bar
@@ -123,7 +122,7 @@ class LLM:
 
     def warm_up(self) -> None:
         """Compiles every shape of step now, so that no later call waits for the compiler."""
-        warm_up(self.engine)
+        self.engine.warm_up()
 
     def close(self) -> None:
         """Releases the cache and, if nothing else uses it, the model. Calls after this one fail."""
@@ -285,9 +284,8 @@ class LLM:
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
-        stop_ids: Iterable[int] | None = None,
-        stop_strings: str | Iterable[str] = (),
-        protect: Iterable[tuple[int, int]] = (),
+        stop_ids: Collection[int] | None = None,
+        stop_strings: str | Sequence[str] = (),
         **options: Any,
     ) -> Request:
         """Makes a request for `engine` or `serve` from a prompt and options.
@@ -298,31 +296,20 @@ class LLM:
           stop_ids: ids that end the answer; None takes the tokenizer's ends of a turn, and an empty
             list none.
           stop_strings: texts that end the answer; it is cut before the first of them.
-          protect: pairs (start, end) of prompt tokens that compression never drops.
           **options: other fields of `Request`: `max_new_tokens`, `n`, `logprobs`, `priority`, ...
 
         Raises:
           ModelError: the text cannot be encoded, or there is no tokenizer.
-          UsageError: the prompt is neither text nor token ids.
+          RequestError: the prompt has no token or is no list of ids, or an option is out of range.
         """
-        if isinstance(prompt, str):
-            ids = tuple(self.tokenizer.encode(prompt))
-        else:
-            try:
-                ids = tuple(map(operator.index, prompt))
-            except TypeError:
-                raise UsageError(
-                    f"a prompt must be text or a list of token ids, got {prompt!r:.60}"
-                ) from None
         if stop_ids is None:
             tokenizer = self.loaded.tokenizer
             stop_ids = () if tokenizer is None else tokenizer.stop_ids
         return Request(
-            prompt=ids,
+            prompt=self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt,
             sampling=sampling or SamplingParams(),
-            stop_ids=frozenset(stop_ids),
+            stop_ids=stop_ids,
             stop_strings=_listed(stop_strings),
-            protect=tuple((start, end) for start, end in protect),
             **options,
         )
 
@@ -346,13 +333,14 @@ class LLM:
           yields one delta, whose completion has the reason as its `error`; the others are served.
         """
         completions = [] if completions is None else completions
+        completions += self.engine.submit_all(requests)
         numbers: dict[int, int] = {}
         total = sum(request.max_new_tokens * request.n for request in requests)
         hide = None if progress is None else not progress
         delay = BAR_DELAY if progress is None else 0.0
         with (
             tqdm(total=total, unit="token", desc="generating", disable=hide, delay=delay) as bar,
-            closing(self.engine.stream(requests, completions)) as deltas,
+            closing(self.engine.follow(completions)) as deltas,
         ):
             for delta in deltas:
                 completion = delta.completion
@@ -432,27 +420,6 @@ def make_engine(
         raise UsageError(f"a cache of {size} cannot be allocated: {reason}") from None
 
 
-def warm_up(engine: Engine) -> None:
-    """Runs every shape of step once, and a copy of a page, so that nothing is left to compile.
-
-    One prompt is a mixed step of its length, and prompts of one token are a decode step. The cache
-    is empty before and after.
-    """
-
-    def serve(prompts: Sequence[tuple[int, ...]]) -> None:
-        engine.generate([Request(prompt=prompt, max_new_tokens=1) for prompt in prompts])
-
-    longest = min(engine.config.token_budget, engine.max_length - 1)
-    lengths = {min(size, longest) for size in engine.shapes.mixed} - {1}
-    for token, length in enumerate(sorted(lengths)):
-        serve([(token,) * length])  # no two prompts begin alike
-    for batch in engine.shapes.decode:
-        serve([(0,)] * batch)
-    for last in (1, 2):
-        serve([(0, 1, 2, last)])  # the second finds three tokens cached, and no whole page
-    engine.reset_cache()
-
-
 def page_size_for(kv_format: str) -> int:
     """Tokens per page that suit a KV format.
 
@@ -487,7 +454,7 @@ def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
 
 
-def _listed(texts: str | Iterable[str]) -> tuple[str, ...]:
+def _listed(texts: str | Sequence[str]) -> tuple[str, ...]:
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 

@@ -77,7 +77,7 @@ RULES = {
     "jaxkv.conversation": Rule(ours=("jaxkv.models",), outside=()),
     "jaxkv.llm": Rule(ours=(*LIBRARY, "jaxkv.conversation"), outside=(*ARRAYS, "tqdm")),
     # Importable only with the extra `eval`.
-    "jaxkv.models.harness": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
+    "jaxkv.models.lm_eval_model": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
     "jaxkv.models": Rule(ours=LIBRARY, outside=ARRAYS + CHECKPOINTS),
     "jaxkv.cli": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),
     "scripts": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),

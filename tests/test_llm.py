@@ -120,7 +120,7 @@ def test_several_answers_come_as_samples(tiny):
         (["the", ""], {}, ModelError, "prompt 1: the text to encode is empty"),
         (["the", "x" * 400], {}, RequestError, "prompt 1: the prompt has 400 tokens"),
         ([[5], [300]], {}, RequestError, "prompt 1: token id 300 is outside the vocabulary"),
-        ([3.5], {}, UsageError, "prompt must be text or a list of token ids, got .3.5."),
+        ([3.5], {}, RequestError, "prompt must be a sequence of integers, got .3.5."),
         ("the", {"max_new_tokens": -1}, RequestError, "max_new_tokens must be 0 or more"),
         ("the", {"context": 1}, RequestError, "context"),
     ],

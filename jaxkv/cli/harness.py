@@ -88,7 +88,7 @@ def evaluate(options: HarnessOptions) -> tuple[str, Any]:
     lm_eval, its_tasks, utils = map(
         importlib.import_module, ("lm_eval", "lm_eval.tasks", "lm_eval.utils")
     )
-    from jaxkv.models.harness import JaxkvLM
+    from jaxkv.models.lm_eval_model import JaxkvLM
 
     path = None if options.include_path is None else str(options.include_path)
     tasks = its_tasks.TaskManager(include_path=path)

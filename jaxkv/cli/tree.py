@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.cli import console
-from jaxkv.cli.arguments.serving import check_config, prompt_lines
+from jaxkv.cli.arguments.serving import prompt_lines
 from jaxkv.cli.output.tree_view import as_svg, as_text, view
 from jaxkv.cli.talk import DEMO_SYSTEM, DEMO_TURNS
 from jaxkv.conversation import Conversation
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
     """Serves the prompts and shows the tree."""
     options = parse(argv)
     prompts = read_prompts(options)
-    check_config(EngineConfig(**options.config(len(prompts))))
+    EngineConfig(**options.config(len(prompts)))  # raises before a model is loaded
     if options.svg is not None and not options.svg.parent.is_dir():
         raise UsageError(f"{options.svg.parent}: no such folder")
     console.enable_compilation_cache()

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cli import console
-from jaxkv.cli.arguments.serving import check_config
 from jaxkv.engine import EngineConfig
 from jaxkv.errors import UsageError
 from scripts.bench.chat_systems import Answer, JaxkvServer, LlamaServer, Server
@@ -167,7 +166,7 @@ def main(argv: list[str]) -> int:
     """Runs the bench and prints its table."""
     options = parse(argv)
     workload = options.workload
-    check_config(EngineConfig(page_size=options.page_size))
+    config = engine_config(workload, options.page_size)  # raises before a model is loaded
     console.enable_compilation_cache()
     loaded = console.load_model(options.model)
     if workload.longest > loaded.model.max_positions:
@@ -175,7 +174,6 @@ def main(argv: list[str]) -> int:
             f"a conversation has up to {workload.longest} tokens; {loaded.name} takes "
             f"{loaded.model.max_positions}: lower --turns, --system, --user or --new"
         )
-    config = engine_config(workload, options.page_size)
     ours = {
         name: JaxkvServer(loaded.model, replace(config, prefix_cache=name == WITH))
         for name in (WITH, WITHOUT)

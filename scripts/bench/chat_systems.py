@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 
 from jaxkv.engine import Engine, EngineConfig, Request
-from jaxkv.llm import warm_up
 from jaxkv.models.decode_model import FlaxDecodeModel
 from scripts.bench.peers import LlamaCpp
 
@@ -67,7 +66,7 @@ class JaxkvServer:
 
     def warm_up(self) -> None:
         """Compiles all steps."""
-        warm_up(self._engine)
+        self._engine.warm_up()
 
     @property
     def num_shapes(self) -> int:

@@ -113,7 +113,7 @@ class Host:
       evict_seconds, num_evicts: wall time in evictions, and how many there were.
     """
 
-    namespace = Namespace(model="bench")
+    namespace = Namespace()
 
     def __init__(self, capacity: int, page_size: int, max_sequences: int = 64):
         self.page_size = page_size

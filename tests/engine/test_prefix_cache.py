@@ -112,8 +112,6 @@ def test_beam_search_ends_beams_at_stop_ids(tiny: Tiny):
         pytest.param(dict(cache_salt="a"), dict(cache_salt="a"), True, id="one salt"),
         pytest.param(dict(cache_salt="a"), dict(cache_salt="b"), False, id="two salts"),
         pytest.param(dict(cache_salt="a"), {}, False, id="salt and none"),
-        pytest.param(dict(adapter=("a", 1)), dict(cache_salt="a"), False, id="adapter and salt"),
-        pytest.param(dict(adapter=("a", 1)), dict(adapter=("a", 2)), False, id="two versions"),
     ],
 )
 def test_prefixes_are_shared_within_a_namespace_alone(tiny: Tiny, first, second, shared):

@@ -11,8 +11,8 @@ import jax
 
 from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import FORMATS, STATIC, KVRanges
-from jaxkv.compress import METHODS, Budget, Compression
-from jaxkv.engine import EngineConfig, SamplingParams
+from jaxkv.compress import METHODS, Compression
+from jaxkv.engine import SamplingParams
 from jaxkv.errors import UsageError
 from jaxkv.llm import page_size_for
 from pallas_kernels.attention.api import PREFERENCE
@@ -155,7 +155,7 @@ class CompressionOptions:
 
     Attributes:
       method: of METHODS; None keeps all tokens.
-      budget: tokens to keep, as `Budget.parse` reads it.
+      budget: tokens to keep, a number or a part, as text.
       interval: drop again after so many tokens of the answer; None drops once.
     """
 
@@ -176,8 +176,7 @@ class CompressionOptions:
         if self.budget is None:
             raise UsageError("--method needs a --budget: how many tokens it keeps")
         try:
-            budget = Budget.parse(self.budget)
-            return Compression(method=self.method, budget=budget, interval=self.interval)
+            return Compression(method=self.method, budget=self.budget, interval=self.interval)
         except ValueError as error:
             raise UsageError(str(error)) from None
 
@@ -239,14 +238,6 @@ def prompt_lines(data: bytes, name: str) -> list[str]:
     if not prompts:
         raise UsageError(f"{name}: has no prompt")
     return prompts
-
-
-def check_config(config: EngineConfig) -> None:
-    """Raises UsageError for a value that cannot be used, before a model is loaded."""
-    try:
-        config.check()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def _decoded(data: bytes, name: str) -> str:
