@@ -1,6 +1,5 @@
 """`LLM`: a model, its tokenizer and an engine in one object. Text in, text out."""
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -26,6 +25,7 @@ from jaxkv.engine import (
 from jaxkv.engine.step import StepFunctions
 from jaxkv.engine.stopping import DetokenizerFactory
 from jaxkv.errors import JaxkvError, UsageError
+from jaxkv.memory import free_memory
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.loading import LoadedModel, load_model, loading_bar
 from jaxkv.models.tokenizer import StreamDecoder, Tokenizer
@@ -334,7 +334,7 @@ class LLM:
         """
         completions = [] if completions is None else completions
         completions += self.engine.submit_all(requests)
-        numbers: dict[int, int] = {}
+        numbers = _numbers(completions)
         total = sum(request.max_new_tokens * request.n for request in requests)
         hide = None if progress is None else not progress
         delay = BAR_DELAY if progress is None else 0.0
@@ -343,14 +343,11 @@ class LLM:
             closing(self.engine.follow(completions)) as deltas,
         ):
             for delta in deltas:
-                completion = delta.completion
-                if completion.request_id not in numbers:
-                    numbers = _numbers(completions)
-                number = numbers[completion.request_id]
+                number = numbers[delta.completion.request_id]
                 bar.update(len(delta.tokens))
-                if completion.finish_reason is not None:
+                if delta.completion.finish_reason is not None:
                     # An answer that ended before its limit leaves no tokens to wait for.
-                    bar.total -= requests[number].max_new_tokens - len(completion.tokens)
+                    bar.total -= requests[number].max_new_tokens - len(delta.completion.tokens)
                 yield number, delta
 
     def _opened(self) -> tuple[LoadedModel, Engine]:
@@ -367,7 +364,8 @@ class LLM:
         listed: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
         if sampling is None or isinstance(sampling, SamplingParams):
             base, n = sampling or SamplingParams(), options.get("n", 1)
-            drawn = [replace(base, seed=base.seed + i * n) for i in range(len(listed))]
+            seeds = [(base.seed + i * n) % (1 << 32) for i in range(len(listed))]
+            drawn = [replace(base, seed=seed) for seed in seeds]
         else:
             drawn = list(sampling)
             if len(drawn) != len(listed):
@@ -432,23 +430,6 @@ def page_size_for(kv_format: str) -> int:
         raise UsageError(str(error)) from None
 
 
-def free_memory(device: Any) -> int:
-    """Bytes that can still be allocated on a JAX device; on a CPU, of the machine's memory."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return max(0, stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    return _free_main_memory()
-
-
-def _free_main_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes of main memory that programs can get, or all of it where the system does not say."""
-    try:
-        (line,) = [x for x in meminfo.read_text().splitlines() if x.startswith("MemAvailable:")]
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether it is one prompt and not several: text, or a list of numbers."""
     return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
@@ -472,7 +453,7 @@ def _numbers(completions: Sequence[Completion]) -> dict[int, int]:
 
 
 def _checked(messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """The messages, the last of which the user says.
+    """The messages, the last of which is the user's.
 
     Raises:
       UsageError: one has no role or no text, or the last is not the user's.
