@@ -35,6 +35,7 @@ LIBRARY = (
     "jaxkv.engine",
     "jaxkv.errors",
     "jaxkv.eval",
+    "jaxkv.model",
     "jaxkv.models",
     "jaxkv.prefix",
     "pallas_kernels",
@@ -57,12 +58,14 @@ RULES = {
     "jaxkv.errors": Rule(ours=(), outside=()),
     "jaxkv.cache": Rule(ours=("pallas_kernels",), outside=ARRAYS),
     "jaxkv.attention": Rule(ours=("jaxkv.cache", "pallas_kernels"), outside=ARRAYS),
+    "jaxkv.model": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
     "jaxkv.ledger": Rule(ours=("jaxkv.errors",), outside=("numpy",)),
     "jaxkv.prefix": Rule(ours=(), outside=("numpy",)),
     "jaxkv.replay": Rule(ours=("jaxkv.errors", "jaxkv.prefix", "jaxkv.ledger"), outside=("numpy",)),
-    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
+    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.model"), outside=ARRAYS),
     "jaxkv.eval": Rule(
-        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine"), outside=ARRAYS
+        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine", "jaxkv.model"),
+        outside=ARRAYS,
     ),
     "jaxkv.engine": Rule(
         ours=(
@@ -71,6 +74,7 @@ RULES = {
             "jaxkv.attention",
             "jaxkv.compress",
             "jaxkv.errors",
+            "jaxkv.model",
         ),
         outside=ARRAYS,
     ),
