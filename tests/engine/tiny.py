@@ -114,7 +114,7 @@ class CheckedEngine(Engine):
             check_integrity(self.index, self._tables, [self._taken, *pinned], snapshots)
         for pool in self.pools:
             pool.check_integrity()
-        assert self._cache.spec == self.spec
+        assert self.cache.spec == self.spec
         if not self.has_work:
             assert self.held_pages == [0] * len(self.pools)
             assert self._tables.num_open == 0
