@@ -24,8 +24,8 @@ from jaxkv.cli.arguments.ledger import UNITS as SHOWN_UNITS
 from jaxkv.cli.arguments.ledger import add_model_arguments, argument, count, listed, models, notes
 from jaxkv.cli.output import tables
 from jaxkv.cli.output.tables import Column, decimals, limit, percent, whole
+from jaxkv.kv_format import PAGE_SIZES, split_choices
 from jaxkv.ledger import (
-    PAGE_SIZES,
     UNITS,
     WEIGHT_BITS,
     CacheLedger,
@@ -37,7 +37,6 @@ from jaxkv.ledger import (
     prefill_macs,
     preset,
     preset_names,
-    split_choices,
     step_seconds,
     weight_bytes,
 )

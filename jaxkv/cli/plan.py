@@ -25,15 +25,14 @@ from jaxkv.cli.arguments.ledger import UNITS as SHOWN_UNITS
 from jaxkv.cli.arguments.ledger import add_model_arguments, argument, count, listed, one_model
 from jaxkv.cli.output import tables
 from jaxkv.cli.output.tables import Column, limit, whole
+from jaxkv.kv_format import PAGE_SIZES, split_choices
 from jaxkv.ledger import (
-    PAGE_SIZES,
     UNITS,
     WEIGHT_BITS,
     parse_bytes,
     parse_tokens,
-    split_choices,
 )
-from jaxkv.ledger.plan import FORMATS, Option, Plan, fewer_kv_heads, make_plan
+from jaxkv.ledger.plan import PLANNED, Option, Plan, fewer_kv_heads, make_plan
 
 DEFAULT = "llama-3.1-8b"
 SHOWN = 20  # rows, without --all
@@ -58,8 +57,8 @@ def main(argv: list[str]) -> int:
         help="(default: 0)",
     )
     add("--heads", type=listed(count), metavar="K,..", help="(default: half, a quarter, .. 1)")
-    add("--formats", type=argument(split_choices), default=list(FORMATS), metavar="F,..",
-        help=f"(default: {','.join(FORMATS)})")  # fmt: skip
+    add("--formats", type=argument(split_choices), default=list(PLANNED), metavar="F,..",
+        help=f"(default: {','.join(PLANNED)})")  # fmt: skip
     add("--windows", type=listed(parse_tokens), default=[4096], metavar="W,..",
         help="beside the model's own (default: 4k)")  # fmt: skip
     add("--page-sizes", type=listed(count), default=[16, 32, 64], metavar="P,..",

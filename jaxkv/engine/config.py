@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from jaxkv.attention import BACKEND_NAMES
-from jaxkv.cache import PAGE_SIZES, KVRanges, check_choice
+from jaxkv.cache import KVFormat, KVRanges, check_choice
 from jaxkv.compress import Compression
 from jaxkv.engine.waiting import SCHEDULING
+from jaxkv.kv_format import PAGE_SIZES
 from jaxkv.prefix import POLICIES
 
 
@@ -22,8 +23,8 @@ class EngineConfig:
         longest could need, but at most `pool_bytes`.
       pool_bytes: see `pool_tokens`.
       max_length: longest sequence, prompt and answer; None takes the model's.
-      kv_format: how K and V are stored: a format of `jaxkv.cache`, and others for some layers, as
-        `kivi4,window=bf16` (`jaxkv.cache.choose_formats`).
+      kv_format: how K and V are stored: the name of a format, or several by layer such as
+        `kivi4,window=bf16`, or a format of your own (see `jaxkv.cache.choose_formats`).
       kv_ranges: of the model's K and V, for formats whose scales are measured beforehand.
       compression: which tokens of a sequence are dropped, and when; None keeps all.
       deterministic: a sequence's logits have the same bits whatever else is in the batch, however
@@ -42,7 +43,7 @@ class EngineConfig:
     pool_tokens: int | None = None
     pool_bytes: int = 1 << 30
     max_length: int | None = None
-    kv_format: str = "f32"
+    kv_format: str | KVFormat = "f32"
     kv_ranges: KVRanges | None = None
     compression: Compression | None = None
     deterministic: bool = False
@@ -75,7 +76,7 @@ class EngineConfig:
 
 
 _TYPES = {
-    "kv_format": str,
+    "kv_format": str | KVFormat,
     "kv_ranges": KVRanges | None,
     "compression": Compression | None,
     "deterministic": bool,

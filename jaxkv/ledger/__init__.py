@@ -15,10 +15,6 @@ from jaxkv.ledger.compute import simulate as simulate
 from jaxkv.ledger.config_json import load_config as load_config
 from jaxkv.ledger.config_json import model_from_config as model_from_config
 from jaxkv.ledger.errors import LedgerError as LedgerError
-from jaxkv.ledger.formats import FORMATS as FORMATS
-from jaxkv.ledger.formats import KIVI as KIVI
-from jaxkv.ledger.formats import split_choices as split_choices
-from jaxkv.ledger.memory import PAGE_SIZES as PAGE_SIZES
 from jaxkv.ledger.memory import WEIGHT_BITS as WEIGHT_BITS
 from jaxkv.ledger.memory import CacheLedger as CacheLedger
 from jaxkv.ledger.memory import step_seconds as step_seconds

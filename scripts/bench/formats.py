@@ -17,11 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxkv.cache import PAGE_SIZES, CacheSpec, choose_formats, preferred_page_size
+from jaxkv.cache import CacheSpec, choose_formats
 from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import kv_ranges, read_text
 from jaxkv.engine import RequestError, footprint
 from jaxkv.eval import Quality, Setting, measure
+from jaxkv.kv_format import PAGE_SIZES, preferred_page_size
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.errors import ModelError
 

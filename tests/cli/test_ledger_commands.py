@@ -219,7 +219,7 @@ def test_a_plan_may_keep_nothing_free(run, nothing):
 def test_a_plan_for_latents_says_which_formats_they_do_not_have(run):
     code, out, _ = run(plan, "--model", "deepseek-v2-lite", "--memory", "80GB")
     assert code == 0
-    assert "note: kivi4: is for K and V by head, and deepseek-v2-lite keeps latents" in out
+    assert "note: kivi4: needs K and V by head, but deepseek-v2-lite keeps latents" in out
 
 
 def test_the_measured_costs_are_those_of_the_docs():
@@ -372,8 +372,8 @@ MISTAKES = [
     (ledger, ["--batch", "0"], "'0' must be a whole number of at least 1"),
     (ledger, ["--batch", "9" * 4_500], "must be a whole number"),
     (ledger, ["--format", "int3"], "no KV format 'int3'"),
-    (ledger, ["--format", "window=bf16"], "must come behind a format for all layers"),
-    (ledger, ["--page-size", "2000"], "--page-size must be 1 to 1024"),
+    (ledger, ["--format", "window=bf16"], "must follow a format for all layers"),
+    (ledger, ["--page-size", "2000"], "--page-size must be 8 to 256"),
     (ledger, ["--memory", "80G"], "'80G' may be GB or GiB: say which"),
     (ledger, ["--bandwidth", "fast"], "'fast' is no size"),
     (ledger, ["--weights", "int3"], "invalid choice"),
@@ -385,7 +385,7 @@ MISTAKES = [
     (ledger, ["--models", "--plot", "x.svg"], "--plot is of what is counted, not of the list"),
     (plan, [], "required: --memory"),
     (plan, ["--memory", "1GB", "--reserve", "2GB"], "--reserve leaves nothing of --memory"),
-    (plan, ["--memory", "1GB", "--page-sizes", "2000"], "--page-sizes 2000: must be 1 to 1024"),
+    (plan, ["--memory", "1GB", "--page-sizes", "2000"], "--page-sizes 2000: must be 8 to 256"),
     (plan, ["--memory", "80GB", "--formats", "bf16,int3"], "no KV format 'int3'"),
     (plan, ["--memory", "80GB", "--formats", "bf16,99=int8"], "no layer 99: the model has 32"),
     (plan, ["--memory", "1GB", "--heads", "3"], "3 KV heads do not divide 32 heads"),

@@ -13,12 +13,12 @@ UNITS = ("GiB", "GB", "MiB", "MB", "TiB", "TB")
 
 
 def argument[T](read: Callable[[str], T]) -> Callable[[str], T]:
-    """A type of argparse from a function that raises LedgerError."""
+    """A type of argparse from a function that raises a ValueError which says what is wrong."""
 
     def parse(text: str) -> T:
         try:
             return read(text)
-        except LedgerError as error:
+        except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse

@@ -9,11 +9,12 @@ from pathlib import Path
 import jax
 
 from jaxkv.attention import BACKEND_NAMES
-from jaxkv.cache import FORMATS, STATIC, KVRanges, preferred_page_size
+from jaxkv.cache import KVRanges
 from jaxkv.compress import METHODS, Budget, Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
+from jaxkv.kv_format import FORMATS, preferred_page_size
 from jaxkv.models.errors import ModelError
 from jaxkv.models.loading import LoadedModel
 from pallas_kernels.attention.api import PREFERENCE
@@ -57,7 +58,7 @@ def add_format_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGro
         "--kv-format",
         default="f32",
         metavar="F",
-        help=f"how K and V are stored: {', '.join((*FORMATS, *STATIC))}; for some layers otherwise "
+        help=f"how K and V are stored: {', '.join(FORMATS)}; for some layers otherwise "
         "by kivi4,window=bf16,0=int8 (default: %(default)s)",
     )
     parser.add_argument(
