@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
-from jaxkv.ledger.keys import printable
+from jaxkv.printable import printable
 
 if TYPE_CHECKING:
     from jaxkv.models.loading import LoadedModel

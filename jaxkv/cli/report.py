@@ -24,8 +24,8 @@ from jaxkv.cli.arguments.ledger import add_model_arguments, argument, one_model
 from jaxkv.cli.output import plots, tables
 from jaxkv.cli.output.tables import Column, Row
 from jaxkv.ledger import UNITS, CacheLedger, LedgerError, Model, parse_bytes, weight_bytes
-from jaxkv.ledger.keys import printable
 from jaxkv.ledger.plan import fewer_kv_heads, make_plan
+from jaxkv.printable import printable
 from jaxkv.replay import (
     ALLOCATORS,
     CACHES,

@@ -12,9 +12,10 @@ from typing import Any
 
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.families import FAMILIES, Family, guess
-from jaxkv.ledger.keys import HARMLESS, OUTER, Keys, printable, shortened
+from jaxkv.ledger.keys import HARMLESS, OUTER, Keys
 from jaxkv.ledger.mixers import read_layers
 from jaxkv.ledger.shapes import Model
+from jaxkv.printable import printable, shortened
 
 
 def load_config(path: Path) -> Model:
@@ -100,7 +101,7 @@ def _model(keys: Keys, family: Family, name: str, source: str) -> Model:
     vocab = keys.integer("vocab_size")
     count = keys.integer("num_hidden_layers", "n_layer")
     if count > 10_000:
-        raise keys.error("num_hidden_layers", count, "is more layers than any model has")
+        raise keys.error("num_hidden_layers", "is more layers than any model has")
     positions = keys.integer_or_none(
         "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"
     )

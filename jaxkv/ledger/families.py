@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxkv.config_keys import SIZES
 from jaxkv.ledger import layer_kinds, mlps
 from jaxkv.ledger.keys import Keys
 
@@ -49,20 +50,9 @@ class Family:
 
 
 _GEMMA = {"head_dim": 256}
-_GEMMA3 = {
-    "head_dim": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 262_208,
-    "sliding_window": 4096,
-    "max_position_embeddings": 131_072,
-}
+_MISTRAL = Family(defaults=SIZES["mistral"], kinds=layer_kinds.windowed)
 
-_MISTRAL = Family(
-    defaults={"num_key_value_heads": 8, "sliding_window": 4096}, kinds=layer_kinds.windowed
-)
-
-FAMILIES: dict[str, Family] = {
+FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "smollm3": Family(tied=True, kinds=layer_kinds.smollm3),
     "mistral": _MISTRAL,
@@ -70,9 +60,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         defaults={"num_key_value_heads": 8}, kinds=layer_kinds.windowed, mlp=mlps.mixtral
     ),
-    "qwen2": Family(
-        defaults={"num_key_value_heads": 32}, qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen
-    ),
+    "qwen2": Family(defaults=SIZES["qwen2"], qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen),
     "qwen2_moe": Family(
         defaults={"shared_expert_intermediate_size": 5632},
         qkv_bias=True,
@@ -80,9 +68,7 @@ FAMILIES: dict[str, Family] = {
         kinds=layer_kinds.qwen,
         mlp=mlps.qwen_moe,
     ),
-    "qwen3": Family(
-        defaults={"head_dim": 128, "num_key_value_heads": 32}, qk_norm=True, kinds=layer_kinds.qwen
-    ),
+    "qwen3": Family(defaults=SIZES["qwen3"], qk_norm=True, kinds=layer_kinds.qwen),
     "qwen3_moe": Family(
         defaults={"num_key_value_heads": 4},
         qk_norm=True,
@@ -97,14 +83,13 @@ FAMILIES: dict[str, Family] = {
         mlp=mlps.qwen_moe,
     ),
     "gemma": Family(defaults=_GEMMA, tied=True),
-    "gemma2": Family(
-        defaults=_GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096},
+    "gemma2": Family(defaults=SIZES["gemma2"], tied=True, norms=4, kinds=layer_kinds.alternating),
+    "gemma3_text": Family(
+        defaults=SIZES["gemma3_text"],
         tied=True,
         norms=4,
-        kinds=layer_kinds.alternating,
-    ),
-    "gemma3_text": Family(
-        defaults=_GEMMA3, tied=True, norms=4, qk_norm=True, kinds=layer_kinds.patterned(6)
+        qk_norm=True,
+        kinds=layer_kinds.patterned(6),
     ),
     "gemma3n_text": Family(
         defaults=_GEMMA,

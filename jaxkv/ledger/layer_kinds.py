@@ -5,12 +5,12 @@ A rule takes the keys and how many layers there are. Not here: what a kind keeps
 
 from collections.abc import Callable, Sequence
 
+from jaxkv.config_keys import FULL, SLIDING
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.keys import Keys
 
-FULL, SLIDING, CHUNKED, LINEAR = KINDS = tuple(
-    f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")
-)
+CHUNKED, LINEAR = "chunked_attention", "linear_attention"
+KINDS = (FULL, SLIDING, CHUNKED, LINEAR)
 
 Rule = Callable[[Keys, int], list[str]]
 
@@ -35,7 +35,7 @@ def layer_kinds(keys: Keys, rule: Rule, count: int) -> list[str]:
     if listed is None:
         return rule(keys, count)
     if unknown := [kind for kind in listed if kind not in KINDS]:
-        raise keys.error("layer_types", unknown[0], f"is none of {', '.join(KINDS)}")
+        raise keys.error("layer_types", f"is none of {', '.join(KINDS)}", unknown[0])
     names = _RULES if rule is not llama4 else (*_RULES, "no_rope_layer_interval")
     given = [name for name in names if keys.given(name)]
     other = given[0] if given and listed != rule(keys, count) else _switched(keys, rule, listed)
@@ -88,8 +88,7 @@ def shared_sources(keys: Keys, kinds: Sequence[str]) -> dict[int, int]:
     for layer, source in sources.items():
         if source < 0 or kinds[layer] != kinds[source] or kinds[layer] == LINEAR:
             name = "cla_share_factor" if crosses else "num_kv_shared_layers"
-            value = factor if crosses else last
-            raise keys.error(name, value, f"leaves layer {layer} none of its kind to share with")
+            raise keys.error(name, f"leaves layer {layer} none of its kind to share with")
     return sources
 
 
@@ -132,12 +131,8 @@ def patterned(default: int) -> Rule:
     """Every n-th layer is full, the others slide; n is `default` where no key says."""
 
     def kinds(keys: Keys, count: int) -> list[str]:
-        n = keys.integer(
-            "sliding_window_pattern",
-            "_sliding_window_pattern",
-            default=default,
-            because="the family's own",
-        )
+        names = "sliding_window_pattern", "_sliding_window_pattern"
+        n = keys.integer_or(default, "the family's own", *names)
         return [FULL if (i + 1) % n == 0 else SLIDING for i in range(count)]
 
     return kinds
@@ -145,7 +140,7 @@ def patterned(default: int) -> Rule:
 
 def every_fourth_full(keys: Keys, count: int) -> list[str]:
     """Linear attention, and every n-th layer full; n is 4 where no key says."""
-    n = keys.integer("full_attention_interval", default=4, because="the family's own")
+    n = keys.integer_or(4, "the family's own", "full_attention_interval")
     return [FULL if (i + 1) % n == 0 else LINEAR for i in range(count)]
 
 
@@ -166,7 +161,7 @@ def _has_rope(keys: Keys, count: int) -> list[int] | None:
     """`no_rope_layers`, which has 1 for a layer with RoPE; None where it is missing or empty."""
     listed = keys.integers("no_rope_layers", count)
     if listed is not None and set(listed) - {0, 1}:
-        raise keys.error("no_rope_layers", listed, "has a value that is neither 0 nor 1")
+        raise keys.error("no_rope_layers", "has a value that is neither 0 nor 1")
     return listed
 
 
@@ -177,5 +172,5 @@ def minimax(keys: Keys, count: int) -> list[str]:
     if kinds is None:
         raise LedgerError(f"{keys.where}: has no attn_type_list")
     if set(kinds) - {0, 1}:
-        raise keys.error("attn_type_list", kinds, "has a kind that is neither 0 nor 1")
+        raise keys.error("attn_type_list", "has a kind that is neither 0 nor 1")
     return [FULL if full else LINEAR for full in kinds]

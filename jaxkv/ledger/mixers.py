@@ -5,10 +5,11 @@ Not here: MLPs (`mlps`), which layer is of which kind (`layer_kinds`).
 
 from typing import NamedTuple
 
+from jaxkv.config_keys import FULL, SLIDING
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.families import Family
 from jaxkv.ledger.keys import Keys
-from jaxkv.ledger.layer_kinds import CHUNKED, FULL, LINEAR, SLIDING, layer_kinds, shared_sources
+from jaxkv.ledger.layer_kinds import CHUNKED, LINEAR, layer_kinds, shared_sources
 from jaxkv.ledger.shapes import ALL, Heads, Latent, Layer, Mixer, Shared, Span, State
 
 
@@ -83,7 +84,7 @@ def _kv_heads(keys: Keys, H: int) -> int:
     if keys.given("multi_query") and not keys.flag("new_decoder_architecture"):
         one = keys.flag("multi_query")
         if K not in (None, 1 if one else H, H):  # Falcon's files have H beside multi_query
-            raise keys.error("multi_query", one, f"contradicts num_kv_heads = {K}")
+            raise keys.error("multi_query", f"contradicts num_kv_heads = {K}")
         return 1 if one else H
     if K is None:
         keys.note(f"num_key_value_heads is missing: taken as {H}, as of multi-head attention")
@@ -103,7 +104,7 @@ def _latent(keys: Keys, width: int) -> Sized:
     nope, value = keys.integer("qk_nope_head_dim"), keys.integer("v_head_dim")
     head_dim = keys.integer_or_none("head_dim", "qk_head_dim")
     if head_dim not in (None, rope, nope + rope):
-        raise keys.error("head_dim", head_dim, f"is neither {rope} nor {nope + rope}")
+        raise keys.error("head_dim", f"is neither {rope} nor {nope + rope}", head_dim)
     q_rank = keys.integer_or_zero("q_lora_rank", missing="q is taken as projected at once")
     bias = keys.flag("attention_bias")
     weights = width * (rank + rope) + rank * H * (nope + value) + H * value * width
@@ -126,7 +127,7 @@ def _linear(keys: Keys, heads: Heads, width: int) -> Sized:
     dk, dv = keys.integer("linear_key_head_dim"), keys.integer("linear_value_head_dim")
     kernel = keys.integer("linear_conv_kernel_dim")
     if nv % nk:
-        raise keys.error("linear_num_value_heads", nv, f"is no multiple of {nk} key heads")
+        raise keys.error("linear_num_value_heads", f"is no multiple of {nk} key heads")
     conv = 2 * nk * dk + nv * dv
     weights = width * (2 * nk * dk + 3 * nv * dv + 2 * nv) + conv * kernel
     state = State(heads=nv, values=nv * dk * dv, conv_values=conv * (kernel - 1))

@@ -22,13 +22,8 @@ def dense(*, gated: bool = True, bias: bool | None = None) -> Reader:
         if gated:
             F = keys.integer("intermediate_size")
         else:
-            F = keys.integer(
-                "intermediate_size",
-                "n_inner",
-                "ffn_hidden_size",
-                default=4 * width,
-                because="four times the width",
-            )
+            names = "intermediate_size", "n_inner", "ffn_hidden_size"
+            F = keys.integer_or(4 * width, "four times the width", *names)
         has_bias = keys.flag("mlp_bias") if bias is None else bias
         vectors = (F * (2 if gated else 1) + width) * has_bias
         return [Mlp(weights=(3 if gated else 2) * width * F, vectors=vectors)] * count
@@ -46,7 +41,7 @@ def _routed(
     experts = keys.integer("num_local_experts", "num_experts", "n_routed_experts")
     chosen = keys.integer("num_experts_per_tok", "experts_per_token")
     if chosen > experts:
-        raise keys.error("num_experts_per_tok", chosen, f"is more than there are, {experts}")
+        raise keys.error("num_experts_per_tok", f"is more than there are, {experts}")
     return Mlp(
         weights=width * experts + always,
         vectors=vectors + experts * bias,
@@ -87,7 +82,7 @@ def deepseek(keys: Keys, width: int, count: int) -> list[Mlp]:
     dense = Mlp(weights=_gated(width, keys.integer("intermediate_size")))
     first = keys.integer_or_zero("first_k_dense_replace", missing="no layer is taken as dense")
     if first > count:
-        raise keys.error("first_k_dense_replace", first, f"is more than there are layers, {count}")
+        raise keys.error("first_k_dense_replace", f"is more than there are layers, {count}")
     step = keys.integer_or_zero("moe_layer_freq") or 1
     inner = keys.integer("moe_intermediate_size")
     shared = keys.integer_or_zero("n_shared_experts", missing="taken as none")

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.config_keys import FULL, SLIDING
 from jaxkv.models.checkpoints.keys import Keys
 from jaxkv.models.config import LinearScaling, Llama3Scaling, RopeConfig, RopeScaling, YarnScaling
 from jaxkv.models.errors import ModelError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _LAYER_TYPES = frozenset({FULL, SLIDING})
 # Parameters of some kind of scaling: those of another kind than `rope_type` have no effect.
 _SCALING_KEYS = {

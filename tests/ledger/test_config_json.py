@@ -244,21 +244,21 @@ def test_a_model_type_that_is_not_known_is_read_by_its_keys_with_a_note(keys, ki
         ({"intermediate_size": None}, "has no intermediate_size"),
         ({"num_key_value_heads": 3}, "= 3 does not divide num_attention_heads = 8"),
         ({"hidden_size": 60}, "num_attention_heads = 8 does not divide hidden_size = 60"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers = -1 must be a whole number above 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1 must be a whole number from 1"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000 is more layers than"),
         ({"hidden_size": 10**30}, "hidden_size = 1000"),
-        ({"hidden_size": "64"}, "hidden_size = 64 must be a whole number"),
+        ({"hidden_size": "64"}, "hidden_size = '64' must be a whole number"),
         ({"hidden_size": True}, "hidden_size = True must be a whole number"),
         ({"hidden_size": None, "n_embd": -3}, "n_embd = -3 must be a whole number"),
         ({"head_dim": 0}, "head_dim = 0 must be a whole number"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0 must be a whole number"),
         ({"num_hidden_layers": 4, "n_layer": 5}, "num_hidden_layers = 4 and n_layer = 5 contra"),
         ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers, num_hidden_layers is 4"),
-        ({"layer_types": ["odd"] * 4}, "layer_types = odd is none of full_attention"),
+        ({"layer_types": ["odd"] * 4}, "layer_types = 'odd' is none of full_attention"),
         ({"layer_types": ["sliding_attention"] * 4}, "has no sliding_window"),
         ({"layer_types": ["chunked_attention"] * 4}, "has no attention_chunk_size"),
         ({"layer_types": ["linear_attention"] * 4}, "has no linear_num_key_heads"),
-        ({"layer_types": "full"}, "layer_types = full must be a list of strings"),
+        ({"layer_types": "full"}, "layer_types = 'full' must be a list of strings"),
         ({"sliding_window": 16}, "sliding_window = 16 is not known here, and may change the mem"),
         ({"kv_compression": 2}, "kv_compression = 2 is not known here"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "needs sliding_window and max_wind"),
@@ -273,7 +273,7 @@ def test_a_model_type_that_is_not_known_is_read_by_its_keys_with_a_note(keys, ki
         ({"use_cla": True}, "has no cla_share_factor"),
         ({"cla_share_factor": 2, "num_kv_shared_layers": 1}, "contradict each other"),
         ({"num_kv_shared_layers": 4}, "leaves layer 0 none of its kind to share with"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = no must be true or false"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' must be true or false"),
         (
             {
                 "model_type": "gemma3_text",
@@ -389,7 +389,7 @@ def test_a_chunk_size_of_null_is_none():
     [
         ({"no_rope_layers": [0, 1, 2, 1]}, "no_rope_layers = .* neither 0 nor 1"),
         ({"no_rope_layers": [0, 1, 1, 1], "no_rope_layer_interval": 4}, "interval = 4 contradict"),
-        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 must be a whole number above"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 must be a whole number from 1"),
     ],
 )
 def test_which_layers_have_rope_is_said_once_and_for_all(keys, message):
@@ -444,7 +444,7 @@ def test_a_shared_expert_is_the_familys_own_where_no_key_says(model_type, size):
         ({**DEEPSEEK, "first_k_dense_replace": 5}, "replace = 5 is more than there are layers, 4"),
         (
             {**DEEPSEEK, "num_key_value_heads": "x"},
-            "num_key_value_heads = x must be a whole number",
+            "num_key_value_heads = 'x' must be a whole number",
         ),
         (
             {**DEEPSEEK, "layer_types": SLIDING, "sliding_window": 8},

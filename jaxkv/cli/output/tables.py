@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv.ledger.keys import printable
+from jaxkv.printable import printable
 
 Row = Mapping[str, Any]
 
