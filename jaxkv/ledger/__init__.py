@@ -1,9 +1,9 @@
-"""The ruler: what a model's cache, weights and arithmetic come to, exactly. Imports no jax.
+"""The ledger: exact bytes of a model's cache and weights, and its multiply-adds. It needs no JAX.
 
 model = preset("llama-2-7b")                     # or load_config(path)
 ledger = CacheLedger.of(model, "bf16")
 ledger.sequence_bytes(32_768)                    # 16 GiB
-ledger.crossing_context(weight_bytes(model))     # 25,697 tokens take as much as the weights
+ledger.crossing_context(weight_bytes(model))     # at 25,697 tokens: as much as the weights
 """
 
 from jaxkv.ledger.compute import Macs as Macs

@@ -1,7 +1,7 @@
-"""What the `model_type` of a config says beyond its keys: a row of a table each.
+"""What the `model_type` of a config says beyond its keys: one row of a table per family.
 
-Sources: the configuration and modelling files of transformers of that name. Not here: how layers
-are read (`mixers`, `mlps`, `layer_kinds`).
+The sources are the configuration and modelling files of that name in transformers. `mixers`, `mlps`
+and `layer_kinds` read the layers.
 """
 
 from collections.abc import Mapping
@@ -18,18 +18,21 @@ class Family:
     """How a `model_type` differs from Llama.
 
     Attributes:
-      defaults: of keys that its files may leave out; taken with a note.
-      tied: of a config that does not say.
-      qkv_bias, o_bias: whether there are such biases; None takes it from `attention_bias`.
-      norms: of width E a layer; with `norm_bias` they have biases.
-      qk_norm: norms of D on q and on k.
-      output_gate: q's projection makes a gate of the same size.
-      sinks: a logit a head.
-      kinds: of each layer, of a config without `layer_types`.
-      mlp: reads the MLP of each layer.
-      latent: it has MLA.
-      learned_positions, head_bias: there are such parameters.
-      per_layer_inputs: Gemma 3n's further tables.
+      defaults: values of keys that its files may leave out; each one used becomes a note.
+      tied: whether embedding and head are tied if the config does not say.
+      qkv_bias: whether q, k and v have biases; None takes `attention_bias`.
+      o_bias: whether the output projection has a bias; None takes `attention_bias`.
+      norms: number of norms of width E per layer.
+      norm_bias: whether these norms have biases.
+      qk_norm: whether q and k have norms of width D.
+      output_gate: whether the projection of q also makes a gate of the same size.
+      sinks: whether each query head has a sink logit.
+      kinds: rule for the kind of each layer if the config has no `layer_types`.
+      mlp: reader of the MLP of each layer.
+      latent: whether attention is multi-head latent attention.
+      learned_positions: whether there is a table of positions.
+      head_bias: whether the head has a bias.
+      per_layer_inputs: whether there are Gemma 3n's further tables.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -148,7 +151,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def guess(keys: Keys) -> Family:
-    """The family of a config whose `model_type` is not known, by the keys that it has."""
+    """Returns a family for a config with an unknown `model_type`, by the keys that it has."""
     rules = {
         "attn_type_list": layer_kinds.minimax,
         "full_attention_interval": layer_kinds.every_fourth_full,

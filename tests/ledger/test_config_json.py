@@ -266,13 +266,13 @@ def test_a_model_type_that_is_not_known_is_read_by_its_keys_with_a_note(keys, ki
         ({"model_type": "mixtral"}, "has no num_local_experts"),
         (
             {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
-            "num_experts_per_tok = 3 is more than there are, 2",
+            "num_experts_per_tok = 3 is more than there are experts, 2",
         ),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "has no qk_rope_head_dim"),
         ({"model_type": "falcon", "multi_query": True}, "multi_query = True contradicts num_kv"),
         ({"use_cla": True}, "has no cla_share_factor"),
         ({"cla_share_factor": 2, "num_kv_shared_layers": 1}, "contradict each other"),
-        ({"num_kv_shared_layers": 4}, "leaves layer 0 none of its kind to share with"),
+        ({"num_kv_shared_layers": 4}, "leaves layer 0 no layer of its kind to share with"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' must be true or false"),
         (
             {
@@ -416,7 +416,7 @@ QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
             },
         ),
         ("deepseek_v2", {"q_lora_rank": "taken as 1,536, the family's own"}),
-        ("kimi_k2", {"q_lora_rank": "q is taken as projected at once"}),
+        ("kimi_k2", {"q_lora_rank": "q is taken as projected in one step"}),
         ("kimi_k2", {"first_k_dense_replace": "no layer is taken as dense"}),
         ("odd", {"n_shared_experts": "taken as none"}),
     ],
@@ -475,7 +475,7 @@ def test_what_is_estimated_has_a_note():
     model = read(num_key_value_heads=None, a_novelty=3, z_loss=0.0)
     assert model.kind == "MHA 8"
     assert model.notes == (
-        "num_key_value_heads is missing: taken as 8, as of multi-head attention",
+        "num_key_value_heads is missing: taken as 8, as in multi-head attention",
         "tie_word_embeddings is missing: taken as false, the family's own",
         "not known, and left out of account: a_novelty",
     )
@@ -496,7 +496,7 @@ def test_a_text_model_inside_another_one_is_read_alone():
     text = config(model_type="gemma3_text", sliding_window=16, head_dim=8)
     model = model_from_config(outer | {"text_config": text}, name="g")
     assert limits(model) == [16] * 4
-    assert "the text model alone; its vision and audio towers are not counted" in model.notes
+    assert "only the text model; its vision and audio towers are not counted" in model.notes
 
 
 def test_a_file_or_its_folder_is_read_and_named_for_the_folder(tmp_path):
@@ -514,7 +514,7 @@ def test_a_file_or_its_folder_is_read_and_named_for_the_folder(tmp_path):
         (b"", "is not JSON"),
         (b"\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b"[]", "is no JSON object"),
+        (b"[]", "is not a JSON object"),
         (b"{}", "has no hidden_size"),
         (b'{"hidden_size": 1e400}', "hidden_size = inf must be a whole number"),
         (b'{"hidden_size": NaN}', "hidden_size = nan must be a whole number"),
