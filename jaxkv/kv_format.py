@@ -51,7 +51,7 @@ class FormatSpec:
 
     Attributes:
       name: identifies the format.
-      kind: what is stored beside the values. `float`: nothing. `symmetric`: a scale per vector.
+      kind: what is stored with the values. `float`: nothing. `symmetric`: a scale per vector.
         `static`: a scale per head and layer. `affine`: scale and minimum per vector, of values in a
         rotated basis. `channel`: scale and minimum, for K per channel and page, for V per vector
         and CHANNEL_GROUP channels.

@@ -366,7 +366,7 @@ MISTAKES = [
     (ledger, ["--model", "lama-2-7b"], "no preset 'lama-2-7b'; did you mean llama-2-7b"),
     (ledger, ["--model", ","], "--model ',' names no model"),
     (ledger, ["--context", "4q"], "'4q' is not a number of tokens: write 4096, 32k"),
-    (ledger, ["--context", "-1"], "no number of tokens"),
+    (ledger, ["--context", "-1"], "is not a number of tokens"),
     (ledger, ["--context", "999999999999999m"], "must be 1 to"),
     (ledger, ["--context", ","], "has no value"),
     (ledger, ["--batch", "0"], "'0' must be a whole number of at least 1"),
