@@ -18,3 +18,4 @@ from jaxkv.engine.sampling import SamplingInputs as SamplingInputs
 from jaxkv.engine.sampling import draw as draw
 from jaxkv.engine.sizing import Footprint as Footprint
 from jaxkv.engine.sizing import footprint as footprint
+from jaxkv.model import DecodeModel as DecodeModel
