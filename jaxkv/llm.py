@@ -1,9 +1,7 @@
 """`LLM`: a model, its tokenizer and an engine in one object. Text in, text out."""
 
-import operator
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from jaxkv.engine.step import StepFunctions
 from jaxkv.engine.stopping import DetokenizerFactory
 from jaxkv.errors import JaxkvError, UsageError
 from jaxkv.kv_format import preferred_page_size
+from jaxkv.memory import free_memory
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.loading import LoadedModel, load_model, loading_bar
 from jaxkv.models.tokenizer import StreamDecoder, Tokenizer
@@ -285,9 +284,8 @@ class LLM:
         prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
-        stop_ids: Iterable[int] | None = None,
-        stop_strings: str | Iterable[str] = (),
-        protect: Iterable[tuple[int, int]] = (),
+        stop_ids: Collection[int] | None = None,
+        stop_strings: str | Sequence[str] = (),
         **options: Any,
     ) -> Request:
         """Makes a request for `engine` or `serve` from a prompt and options.
@@ -298,31 +296,20 @@ class LLM:
           stop_ids: ids that end the answer; None takes the tokenizer's ends of a turn, and an empty
             list none.
           stop_strings: texts that end the answer; it is cut before the first of them.
-          protect: pairs (start, end) of prompt tokens that compression never drops.
           **options: other fields of `Request`: `max_new_tokens`, `n`, `logprobs`, `priority`, ...
 
         Raises:
           ModelError: the text cannot be encoded, or there is no tokenizer.
-          UsageError: the prompt is neither text nor token ids.
+          RequestError: the prompt has no token or is no list of ids, or an option is out of range.
         """
-        if isinstance(prompt, str):
-            ids = tuple(self.tokenizer.encode(prompt))
-        else:
-            try:
-                ids = tuple(map(operator.index, prompt))
-            except TypeError:
-                raise UsageError(
-                    f"a prompt must be text or a list of token ids, got {prompt!r:.60}"
-                ) from None
         if stop_ids is None:
             tokenizer = self.loaded.tokenizer
             stop_ids = () if tokenizer is None else tokenizer.stop_ids
         return Request(
-            prompt=ids,
+            prompt=self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt,
             sampling=sampling or SamplingParams(),
-            stop_ids=frozenset(stop_ids),
+            stop_ids=stop_ids,
             stop_strings=_listed(stop_strings),
-            protect=tuple((start, end) for start, end in protect),
             **options,
         )
 
@@ -347,7 +334,7 @@ class LLM:
         """
         completions = [] if completions is None else completions
         completions += self.engine.submit_all(requests)
-        numbers: dict[int, int] = {}
+        numbers = _numbers(completions)
         total = sum(request.max_new_tokens * request.n for request in requests)
         hide = None if progress is None else not progress
         delay = BAR_DELAY if progress is None else 0.0
@@ -356,14 +343,11 @@ class LLM:
             closing(self.engine.follow(completions)) as deltas,
         ):
             for delta in deltas:
-                completion = delta.completion
-                if completion.request_id not in numbers:
-                    numbers = _numbers(completions)
-                number = numbers[completion.request_id]
+                number = numbers[delta.completion.request_id]
                 bar.update(len(delta.tokens))
-                if completion.finish_reason is not None:
+                if delta.completion.finish_reason is not None:
                     # An answer that ended before its limit leaves no tokens to wait for.
-                    bar.total -= requests[number].max_new_tokens - len(completion.tokens)
+                    bar.total -= requests[number].max_new_tokens - len(delta.completion.tokens)
                 yield number, delta
 
     def _opened(self) -> tuple[LoadedModel, Engine]:
@@ -380,7 +364,8 @@ class LLM:
         listed: Sequence[Any] = [prompts] if _is_one(prompts) else prompts
         if sampling is None or isinstance(sampling, SamplingParams):
             base, n = sampling or SamplingParams(), options.get("n", 1)
-            drawn = [replace(base, seed=base.seed + i * n) for i in range(len(listed))]
+            seeds = [(base.seed + i * n) % (1 << 32) for i in range(len(listed))]
+            drawn = [replace(base, seed=seed) for seed in seeds]
         else:
             drawn = list(sampling)
             if len(drawn) != len(listed):
@@ -445,29 +430,12 @@ def page_size_for(kv_format: str) -> int:
         raise UsageError(str(error)) from None
 
 
-def free_memory(device: Any) -> int:
-    """Bytes that can still be allocated on a JAX device; on a CPU, of the machine's memory."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return max(0, stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    return _free_main_memory()
-
-
-def _free_main_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes of main memory that programs can get, or all of it where the system does not say."""
-    try:
-        (line,) = [x for x in meminfo.read_text().splitlines() if x.startswith("MemAvailable:")]
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether it is one prompt and not several: text, or a list of numbers."""
     return isinstance(prompts, str) or (len(prompts) > 0 and not hasattr(prompts[0], "__len__"))
 
 
-def _listed(texts: str | Iterable[str]) -> tuple[str, ...]:
+def _listed(texts: str | Sequence[str]) -> tuple[str, ...]:
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
@@ -485,7 +453,7 @@ def _numbers(completions: Sequence[Completion]) -> dict[int, int]:
 
 
 def _checked(messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """The messages, the last of which the user says.
+    """The messages, the last of which is the user's.
 
     Raises:
       UsageError: one has no role or no text, or the last is not the user's.

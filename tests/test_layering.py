@@ -85,7 +85,10 @@ RULES = {
         outside=ARRAYS,
     ),
     "jaxkv.conversation": Rule(ours=("jaxkv.models",), outside=()),
-    "jaxkv.llm": Rule(ours=(*LIBRARY, "jaxkv.conversation"), outside=(*ARRAYS, "tqdm")),
+    "jaxkv.memory": Rule(ours=(), outside=()),
+    "jaxkv.llm": Rule(
+        ours=(*LIBRARY, "jaxkv.conversation", "jaxkv.memory"), outside=(*ARRAYS, "tqdm")
+    ),
     # Importable only with the extra `eval`.
     "jaxkv.models.lm_eval_model": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
     "jaxkv.models": Rule(ours=LIBRARY, outside=ARRAYS + CHECKPOINTS),

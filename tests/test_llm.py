@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import LLM, Engine, EngineConfig, Request, SamplingParams, llm
+from jaxkv import LLM, Engine, EngineConfig, Request, SamplingParams, llm, memory
 from jaxkv.engine import FinishReason, RequestError
 from jaxkv.errors import JaxkvError, UsageError
 from jaxkv.models.errors import ModelError
@@ -120,7 +120,7 @@ def test_several_answers_come_as_samples(tiny):
         (["the", ""], {}, ModelError, "prompt 1: the text to encode is empty"),
         (["the", "x" * 400], {}, RequestError, "prompt 1: the prompt has 400 tokens"),
         ([[5], [300]], {}, RequestError, "prompt 1: token id 300 is outside the vocabulary"),
-        ([3.5], {}, UsageError, "prompt must be text or a list of token ids, got .3.5."),
+        ([3.5], {}, RequestError, "prompt must be a sequence of integers, got .3.5."),
         ("the", {"max_new_tokens": -1}, RequestError, "max_new_tokens must be 0 or more"),
         ("the", {"context": 1}, RequestError, "context"),
     ],
@@ -186,11 +186,11 @@ def test_the_pool_has_a_share_of_the_free_memory_and_no_more_than_is_needed(load
 def test_free_memory_is_what_the_device_says_or_the_machine_has(tmp_path):
     stats = {"bytes_limit": 100, "bytes_in_use": 30}
     gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    assert llm.free_memory(gpu) == 70
-    assert llm.free_memory(jax.devices("cpu")[0]) > 1 << 20
+    assert memory.free_memory(gpu) == 70
+    assert memory.free_memory(jax.devices("cpu")[0]) > 1 << 20
     (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable:   5 kB\n")
-    assert llm._free_main_memory(tmp_path / "meminfo") == 5 * 1024
-    assert llm._free_main_memory(tmp_path / "absent") > 1 << 20
+    assert memory.free_main_memory(tmp_path / "meminfo") == 5 * 1024
+    assert memory.free_main_memory(tmp_path / "absent") > 1 << 20
 
 
 @pytest.mark.parametrize(

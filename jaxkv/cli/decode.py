@@ -67,11 +67,11 @@ class DecodeOptions:
     def request(self, ids: Sequence[int], stop_ids: frozenset[int], index: int) -> Request:
         """The request for the tokens of prompt number `index`."""
         return Request(
-            prompt=tuple(ids),
+            prompt=ids,
             max_new_tokens=self.max_new_tokens,
             sampling=self.sampling.params(index),
             stop_ids=frozenset() if self.ignore_eos else stop_ids,
-            stop_strings=tuple(self.stop),
+            stop_strings=self.stop,
             logprobs=self.logprobs,
         )
 
@@ -97,10 +97,10 @@ class DecodeOptions:
 
 @dataclass
 class Job:
-    """A prompt with its token ids, then its completion; or the reason why it has none."""
+    """A prompt with its request, then its completion; or the reason why it has none."""
 
     prompt: str
-    ids: list[int] | None = None
+    request: Request | None = None
     completion: Completion | None = None
     error: str | None = None
 
@@ -173,7 +173,7 @@ def read_prompts(options: DecodeOptions) -> list[str]:
     return prompt_lines(sys.stdin.buffer.read(), "standard input")
 
 
-def encode(prompts: Sequence[str], tokenizer: Tokenizer, options: DecodeOptions) -> list[Job]:
+def make_jobs(prompts: Sequence[str], tokenizer: Tokenizer, options: DecodeOptions) -> list[Job]:
     """A job for each prompt; one that cannot be encoded has an error and does not stop the others.
 
     Raises:
@@ -184,10 +184,11 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, options: DecodeOptions)
         raise UsageError("--system needs a chat template, which --raw or this model does not have")
     talk = Conversation(tokenizer).with_system(options.system)
     jobs = []
-    for prompt in prompts:
+    for index, prompt in enumerate(prompts):
         try:
-            jobs.append(Job(prompt, tokenizer.encode(prompt) if raw else talk.prompt(prompt)))
-        except ModelError as error:
+            ids = tokenizer.encode(prompt) if raw else talk.prompt(prompt)
+            jobs.append(Job(prompt, options.request(ids, tokenizer.stop_ids, index)))
+        except (ModelError, RequestError) as error:
             jobs.append(Job(prompt, error=str(error)))
     return jobs
 
@@ -195,7 +196,8 @@ def encode(prompts: Sequence[str], tokenizer: Tokenizer, options: DecodeOptions)
 def open_llm(loaded: LoadedModel, jobs: Sequence[Job], options: DecodeOptions) -> LLM:
     """The model with a cache that holds the longest requests that may run at once."""
     longest, P = loaded.model.max_positions, options.formats.tokens_per_page()
-    lengths = [len(job.ids) + options.max_new_tokens for job in jobs if job.ids is not None]
+    requests = [job.request for job in jobs if job.request is not None]
+    lengths = [len(request.prompt) + request.max_new_tokens for request in requests]
     pages = sorted((-(-min(length, longest) // P) for length in lengths), reverse=True)
     # Rounded up to a power of two, so that runs of similar size share their compiled steps.
     tokens = sum(pages[: options.batch]) * P
@@ -203,16 +205,10 @@ def open_llm(loaded: LoadedModel, jobs: Sequence[Job], options: DecodeOptions) -
     return LLM(loaded, **options.config(pool_tokens))
 
 
-def serve(llm: LLM, jobs: Sequence[Job], options: DecodeOptions, *, echo: bool) -> None:
+def serve(llm: LLM, jobs: Sequence[Job], *, echo: bool) -> None:
     """Decodes all jobs; with `echo`, text appears on standard output as it is generated."""
-    served, requests = [], []
-    for i, job in enumerate(jobs):
-        try:
-            if job.ids is not None:
-                requests.append(options.request(job.ids, llm.tokenizer.stop_ids, i))
-                served.append(job)
-        except RequestError as error:
-            job.error = str(error)
+    served = [job for job in jobs if job.request is not None]
+    requests = [job.request for job in served if job.request is not None]
     for number, delta in llm.serve(requests, progress=False if echo else None):
         job = served[number]
         job.completion, job.error = delta.completion, delta.completion.error
@@ -305,9 +301,9 @@ def main(argv: list[str]) -> int:
     prompts = read_prompts(options)
     console.enable_compilation_cache()
     loaded = console.load_model(options.model)
-    jobs = encode(prompts, loaded.require_tokenizer(), options)
+    jobs = make_jobs(prompts, loaded.require_tokenizer(), options)
     llm = open_llm(loaded, jobs, options)
     echo = len(jobs) == 1 and not options.json
-    serve(llm, jobs, options, echo=echo)
+    serve(llm, jobs, echo=echo)
     print_results(jobs, llm.engine, as_lines=options.json, echo=echo)
     return console.EXIT_USER_ERROR if any(job.error is not None for job in jobs) else 0

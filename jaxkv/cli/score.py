@@ -67,7 +67,7 @@ class ScoreOptions:
     def config(self, lengths: Sequence[int]) -> EngineConfig:
         """Sizes for sequences of these lengths: the longest of a batch fit at the same time."""
         longest_first = sorted(lengths, reverse=True)
-        page_size = max(self.page_size, 1)  # `check` says what is wrong with it
+        page_size = max(self.page_size, 1)  # EngineConfig says what is wrong with it
         batch = longest_first[: max(self.batch, 1)]
         return EngineConfig(
             max_sequences=self.batch,
@@ -133,7 +133,7 @@ def _parse(argv: list[str]) -> ScoreOptions:
         parser.error(f"--out: {options.out.absolute().parent} is no directory")
     try:
         options.config([1])
-    except ValueError as error:
+    except UsageError as error:
         parser.error(str(error))
     return options
 

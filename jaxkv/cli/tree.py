@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
     """Serves the prompts and shows the tree."""
     options = parse(argv)
     prompts = read_prompts(options)
-    EngineConfig(**options.config(len(prompts)))  # raises for bad options, before a model is loaded
+    EngineConfig(**options.config(len(prompts)))  # raises before a model is loaded
     if options.svg is not None and not options.svg.parent.is_dir():
         raise UsageError(f"{options.svg.parent}: no such folder")
     console.enable_compilation_cache()

@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
     """Runs the bench and prints its table."""
     options = parse(argv)
     workload = options.workload
-    EngineConfig(page_size=options.page_size)  # raises for a bad value, before a model is loaded
+    config = engine_config(workload, options.page_size)  # raises before a model is loaded
     console.enable_compilation_cache()
     loaded = console.load_model(options.model)
     if workload.longest > loaded.model.max_positions:
@@ -174,7 +174,6 @@ def main(argv: list[str]) -> int:
             f"a conversation has up to {workload.longest} tokens; {loaded.name} takes "
             f"{loaded.model.max_positions}: lower --turns, --system, --user or --new"
         )
-    config = engine_config(workload, options.page_size)
     ours = {
         name: JaxkvServer(loaded.model, replace(config, prefix_cache=name == WITH))
         for name in (WITH, WITHOUT)

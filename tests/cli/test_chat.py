@@ -122,6 +122,7 @@ def test_the_demo_prints_a_trace_whose_sums_are_those_of_its_turns(run, monkeypa
 
 
 def test_the_demo_draws_what_was_cached_and_what_was_computed(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(chat, "DEMO_SYSTEM", "s")
     monkeypatch.setattr(chat, "DEMO_TURNS", ("one", "two"))
     code, _, err = run("--demo", "--no-compare", "--plot", str(tmp_path / "hits.svg"))
     texts = "".join(ElementTree.parse(tmp_path / "hits.svg").getroot().itertext())

@@ -156,7 +156,7 @@ class CompressionOptions:
 
     Attributes:
       method: of METHODS; None keeps all tokens.
-      budget: tokens to keep, as `Budget` reads it.
+      budget: tokens to keep, a number or a part, as text.
       interval: drop again after so many tokens of the answer; None drops once.
     """
 
