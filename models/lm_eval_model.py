@@ -15,10 +15,11 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm
 
-from jaxkv.cache import KVRanges, preferred_page_size
+from jaxkv.cache import KVRanges
 from jaxkv.compress import Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError
 from jaxkv.eval import HarnessModel
+from jaxkv.kv_format import preferred_page_size
 from jaxkv.models.loading import load_model
 from jaxkv.models.tokenizer import StreamDecoder
 

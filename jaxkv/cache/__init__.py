@@ -3,12 +3,9 @@
 from jaxkv.cache.choice import check_choice as check_choice
 from jaxkv.cache.choice import choose_formats as choose_formats
 from jaxkv.cache.choice import format_id as format_id
-from jaxkv.cache.choice import preferred_page_size as preferred_page_size
 from jaxkv.cache.export import ExportedPages as ExportedPages
 from jaxkv.cache.export import export_pages as export_pages
 from jaxkv.cache.export import import_pages as import_pages
-from jaxkv.cache.formats import FORMATS as FORMATS
-from jaxkv.cache.formats import STATIC as STATIC
 from jaxkv.cache.formats import KVFormat as KVFormat
 from jaxkv.cache.formats import get_format as get_format
 from jaxkv.cache.platform import preferred_layout as preferred_layout
@@ -25,4 +22,3 @@ from jaxkv.cache.state import init_cache as init_cache
 from jaxkv.cache.state import move_tokens as move_tokens
 from jaxkv.cache.state import seal as seal
 from jaxkv.cache.state import write as write
-from pallas_kernels.checks import PAGE_SIZES as PAGE_SIZES

@@ -12,7 +12,8 @@ from functools import cached_property
 
 from jaxkv.cache.formats import EXACT, KVFormat
 from jaxkv.cache.platform import preferred_layout, stored_head_dim
-from pallas_kernels.checks import PAGE_SIZES
+from jaxkv.kept_pages import first_kept_page, num_kept_pages
+from jaxkv.kv_format import PAGE_SIZES
 from pallas_kernels.pages import Layout
 
 MAX_SINK_TOKENS = PAGE_SIZES[0]
@@ -58,14 +59,11 @@ class LayerGroup:
 
     def first_page(self, num_tokens: int, page_size: int) -> int:
         """First page after the sink pages that a sequence of `num_tokens` still needs."""
-        if self.window is None:
-            return 0
-        return max(0, num_tokens - self.window + 1) // page_size
+        return first_kept_page(num_tokens, self.window, page_size)
 
     def num_kept(self, num_tokens: int, page_size: int) -> int:
         """Number of pages that a sequence of `num_tokens` holds before its next token."""
-        end, first = -(-num_tokens // page_size), self.first_page(num_tokens, page_size)
-        return end - first + min(first, self.sink_pages)
+        return num_kept_pages(num_tokens, self.window, self.sink_pages, page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
