@@ -82,8 +82,9 @@ def kept_of(engine: CheckedEngine, new: int = 6) -> list[np.ndarray]:
     found, last = [], None
     while engine.has_work:
         engine.step()
-        if sequence.kept is not None and sequence.kept is not last:
-            last = sequence.kept
+        kept = sequence.drop.kept
+        if kept is not None and kept is not last:
+            last = kept
             found.append(np.asarray(last.positions)[0, 0, : last.counts[0, 0]])
     return found
 
@@ -137,9 +138,9 @@ def test_what_a_method_shortened_is_shared_with_an_equal_one_only(mixed: Tiny):
     for method in (SnapKV(window=16), SnapKV(window=16), SnapKV(window=8), LastTokens()):
         engine = engine_of(mixed, method)
         run(engine, Request(prompt=PROMPT, max_new_tokens=2))
-        assert engine.index is not None
-        (snapshot,) = engine.index.snapshots
-        keys.append(snapshot.found_by)
+        assert engine._dropper.snapshots is not None
+        (snapshot,) = engine._dropper.snapshots
+        keys.append(snapshot.key)
     assert keys[0] == keys[1] and len(set(keys)) == 3
     windows = [
         mixed.engine(compression=Compression(method=StreamingLLM(n), budget=24), page_size=8)

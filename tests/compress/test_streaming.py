@@ -1,4 +1,4 @@
-"""Windows and first tokens: against a decoder that masks and turns in float64, and against
+"""Windows with first tokens, compared with a float64 decoder that masks and rotates, and with
 themselves under chunks, pages, preemption and cached prefixes."""
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ def decode_windowed(decoder: Decoder, tokens: list[int], window: int, sinks: int
 @pytest.mark.parametrize(
     "method", ["streaming_llm", pytest.param("sliding_window", marks=pytest.mark.slow)]
 )
-def test_an_engine_sees_the_window_and_the_first_tokens_alone(mixed: Tiny, method):
+def test_an_engine_sees_only_the_window_and_the_first_tokens(mixed: Tiny, method):
     request = Request(prompt=PROMPT, max_new_tokens=5, keep_logits=True)
     completion = run(engine_of(mixed, method, token_budget=37), request)
     sinks = SINKS[method]
