@@ -7,7 +7,7 @@ their sequence runs. `config` has the values that a user may ask for.
 from dataclasses import dataclass, replace
 
 from jaxkv.cache import CacheSpec, LayerGroup, choose_formats, format_id
-from jaxkv.compress import kept_layers
+from jaxkv.compress.compression import kept_layers
 from jaxkv.engine.config import EngineConfig
 from jaxkv.model import DecodeModel
 
