@@ -1,4 +1,4 @@
-"""What every test runs under: strict JAX, devices by marker, and the data that may be absent."""
+"""What every test runs under: strict JAX, devices by marker, and the folder of reference data."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +8,6 @@ import jax
 import pytest
 
 from jaxkv.models.pretrained import model_path
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,12 +44,9 @@ def compiled_once_a_session(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder beside the repository that holds reference outputs of other implementations."""
-    folder = ROOT.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"needs the reference data in {folder}")
-    return folder
+def data() -> Path:
+    """The folder of reference outputs, texts and traces; its README says how they were made."""
+    return Path(__file__).resolve().parent / "data"
 
 
 @pytest.fixture(scope="session")

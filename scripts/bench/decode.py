@@ -5,8 +5,7 @@
 
 Every system runs each workload in turn, round after round, on the same weights in float32; the
 table shows medians in tokens a second. Peers are llama.cpp (`pip install llama-cpp-python`) and
-transformers with torch, where they can be imported. A table of published figures, where the
-project's shared data are at hand, is printed below for scale.
+transformers with torch, where they can be imported.
 """
 
 import json
@@ -23,7 +22,6 @@ from jaxkv.cli import console
 from jaxkv.models.errors import ModelError
 from scripts.bench.peers import Ours, System, installed_peers, write_float32_gguf
 
-PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "reference" / "SPEEDS.md"
 MIB = 1 << 20
 
 
@@ -120,7 +118,7 @@ def _warm_up(systems: list[System], workloads: list[Workload]) -> dict[str, int]
 
 
 def _table(medians: dict[str, dict[str, float]], own_peak: dict[str, int]) -> str:
-    """The medians as Markdown, with each peer's ratio, and the published figures."""
+    """The medians as Markdown, with each peer's ratio."""
     names = list(medians[Ours.name])
     lines = ["| tokens/s | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for system, row in medians.items():
@@ -129,7 +127,4 @@ def _table(medians: dict[str, dict[str, float]], own_peak: dict[str, int]) -> st
         ratios = (medians[Ours.name][name] / medians[system][name] for name in names)
         lines.append(f"| jaxkv / {system} | " + " | ".join(f"{r:.2f}" for r in ratios) + " |")
     lines.append("| jaxkv peak RSS so far, MiB | " + " | ".join(map(str, own_peak.values())) + " |")
-    if PUBLISHED.exists():
-        rows = [line for line in PUBLISHED.read_text().splitlines() if line.startswith("|")]
-        lines += ["", "Published figures of another machine, for scale:", "", *rows]
     return "\n".join(lines)

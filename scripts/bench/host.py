@@ -13,7 +13,8 @@ insert, extend by its answer, and finish. Costs are CPU time of the thread, per 
   W2      2,000 questions about 50 documents of 8,000 tokens, of which half fit
   W2f     the same, and all documents fit
   W3      5,000 prompts that share nothing
-  W4      a trace of hashed blocks, as Mooncake published theirs (needs --trace)
+  W4      a trace of hashed blocks; --trace names another than the first 1,500 requests of
+          Mooncake's conversations, tests/data/conversation_trace.jsonl
   W5      one allocation that evicts, from a full pool of --leaves cached sequences
   W6      the tables of one decode step of 64 sequences
   step    all of such a step in the engine but the jitted call; wall time
@@ -38,6 +39,7 @@ from jaxkv.replay.workloads import LONGEST, VOCAB, Requests, random_tokens, stre
 
 OPS = ("prep", "match", "alloc", "insert", "extend", "finish")
 WORKLOADS = ("W1", "W1g", "W2", "W2f", "W3", "W4", "W5", "W6", "step", "growth")
+TRACE = Path(__file__).resolve().parents[2] / "tests" / "data" / "conversation_trace.jsonl"
 
 Result = dict[str, Any]
 
@@ -49,18 +51,13 @@ def main(argv: list[str]) -> int:
     add("--workload", choices=(*WORKLOADS, "all"), default="all", help="default: %(default)s")
     add("--page", type=int, default=16, metavar="P", help="tokens a page (default: %(default)s)")
     add("--leaves", type=int, default=20_000, metavar="N", help="of W5 (default: %(default)s)")
-    add("--trace", type=Path, metavar="PATH", help="JSON lines, for W4")
+    add("--trace", type=Path, metavar="PATH", default=TRACE, help="JSON lines, for W4")
     add("--json", action="store_true", help="one JSON object a workload, a line each")
     args = parser.parse_args(argv)
     for name in ("page", "leaves"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    if args.workload == "W4" and args.trace is None:
-        parser.error("W4 needs --trace, a file of JSON lines with hash_ids")
-    names = [args.workload]
-    if args.workload == "all":
-        names = [name for name in WORKLOADS if name != "W4" or args.trace is not None]
-    for name in names:
+    for name in WORKLOADS if args.workload == "all" else [args.workload]:
         result = {"system": "jaxkv", "page": args.page, "workload": name}
         if name == "W5":
             result |= eviction(args.page, args.leaves)

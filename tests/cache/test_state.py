@@ -20,8 +20,8 @@ from jaxkv.cache import (
     move_tokens,
     write,
 )
+from jaxkv.testing.layouts import by_tokens
 from pallas_kernels.pages import LAYOUTS
-from tests.kernels.layouts import by_tokens
 
 P = 8
 WINDOWS = (None, 12, None)

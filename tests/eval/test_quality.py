@@ -13,7 +13,6 @@ from jaxkv.eval import Setting, kv_ranges, measure
 from jaxkv.models.loading import load_model
 from tests.engine.tiny import Tiny, random_prompts
 
-TEXT = Path(__file__).resolve().parents[3] / "shared" / "text" / "persuasion.txt"
 (TOKENS,) = random_prompts(75, seed=5)
 
 
@@ -97,11 +96,12 @@ def test_texts_that_are_too_short_are_refused(tiny: Tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TEXT.exists(), reason="needs the project's shared novels")
-def test_four_first_tokens_save_a_window_on_a_real_model():
+def test_four_first_tokens_save_a_window_on_a_real_model(data: Path):
     """An independent implementation measured 36.6 with them, and 69.5 without, on this text."""
     loaded = load_model("smollm2-135m")
-    tokens = loaded.require_tokenizer().encode(TEXT.read_text("utf-8")[:40_000])[2000:3024]
+    tokens = loaded.require_tokenizer().encode((data / "persuasion.txt").read_text("utf-8"))[
+        2000:3024
+    ]
     methods = ("streaming_llm", "sliding_window")
     choices = {name: setting(loaded.model, "f32", name, "128") for name in methods}
     found = measure(loaded.model, tokens, choices, page_size=16, chunk=256)
@@ -115,10 +115,11 @@ BARS = {"int8": 1.001, "int4": 1.07, "kivi4": 1.02, "kivi_k4v2": 1.139 * 1.03, "
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TEXT.exists(), reason="needs the project's shared novels")
-def test_formats_keep_the_perplexity_of_a_real_model():
+def test_formats_keep_the_perplexity_of_a_real_model(data: Path):
     loaded = load_model("smollm2-135m")
-    tokens = loaded.require_tokenizer().encode(TEXT.read_text("utf-8")[:40_000])[2000:3024]
+    tokens = loaded.require_tokenizer().encode((data / "persuasion.txt").read_text("utf-8"))[
+        2000:3024
+    ]
     choices = {name: setting(loaded.model, name) for name in BARS}
     found = measure(loaded.model, tokens, choices, page_size=32, chunk=256)
     full = found["f32"].perplexity

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv.testing.attention import LENGTHS, MIXED
+from jaxkv.testing.batches import Batch, place, random_batch
+from jaxkv.testing.bits_suite import BitsSuite, assert_same_bits
 from pallas_kernels import Pages, SharedPrefixes, gpus, ragged_paged_attention
 from pallas_kernels.attention.mosaic_gpu import call
-from tests.kernels.attention_suite import LENGTHS, MIXED
-from tests.kernels.batches import Batch, place, random_batch
-from tests.kernels.bits_suite import BitsSuite, assert_same_bits
 from tests.kernels.test_quantised_pages import check_attention
 
 SIMULATED = plgpu.InterpretGPUParams(

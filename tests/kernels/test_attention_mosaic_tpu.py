@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxkv.testing.batches import Batch, naive_attention, place, random_batch
+from jaxkv.testing.bits_suite import BitsSuite
 from pallas_kernels import (
     KeyPart,
     Pages,
@@ -26,8 +28,6 @@ from pallas_kernels.attention.mosaic_tpu import tuning
 from pallas_kernels.attention.mosaic_tpu.parameters import from_float16
 from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes
 from pallas_kernels.pages import pool_shape
-from tests.kernels.batches import Batch, naive_attention, place, random_batch
-from tests.kernels.bits_suite import BitsSuite
 from tests.kernels.test_quantised_pages import check_attention, empty
 
 SIMULATED = pltpu.InterpretParams(

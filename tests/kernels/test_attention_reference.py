@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.kernels.attention_suite import AttentionSuite
-from tests.kernels.batches import Batch, place, random_batch
+from jaxkv.testing.attention_suite import AttentionSuite
+from jaxkv.testing.batches import Batch, place, random_batch
 
 
 def dense_attention(batch: Batch, **options) -> jax.Array:

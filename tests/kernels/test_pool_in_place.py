@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.testing.layouts import by_tokens
 from pallas_kernels import (
     ChannelPages,
     Pages,
@@ -16,7 +17,6 @@ from pallas_kernels import (
     write_pages,
 )
 from pallas_kernels.pages import LAYOUTS, by_layout, pool_shape
-from tests.kernels.layouts import by_tokens
 
 B, H, K, D, P, M = 4, 8, 2, 64, 16, 8
 DTYPES = (jnp.float32, jnp.bfloat16)

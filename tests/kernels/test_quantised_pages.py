@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.typing import DTypeLike
 
+from jaxkv.testing.batches import naive_attention, place, random_batch
+from jaxkv.testing.layouts import by_tokens, stored
 from pallas_kernels import (
     AffinePages,
     AnyPages,
@@ -25,8 +27,6 @@ from pallas_kernels import (
 )
 from pallas_kernels.codes import encode_symmetric, symmetric_scale
 from pallas_kernels.pages import LAYOUTS, by_layout, numbers_shape, pool_shape
-from tests.kernels.batches import naive_attention, place, random_batch
-from tests.kernels.layouts import by_tokens, stored
 
 N, P, K, D = 9, 8, 2, 32
 BACKENDS = ("reference", "xla")
