@@ -21,7 +21,7 @@ from jaxkv.testing.batches import Batch, place, random_batch
 from jaxkv.testing.bits_suite import BitsSuite, assert_same_bits
 from pallas_kernels import Pages, SharedPrefixes, gpus, ragged_paged_attention
 from pallas_kernels.attention.mosaic_gpu import call
-from tests.kernels.test_quantised_pages import check_attention
+from tests.kernels.test_quantised_pages import check_codes
 
 SIMULATED = plgpu.InterpretGPUParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -92,7 +92,7 @@ class TestShortItems(Simulated):
         ],
     )
     def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window, P, D):
-        check_attention(
+        check_codes(
             kind,
             "head_major",
             "mosaic_gpu",
@@ -104,7 +104,7 @@ class TestShortItems(Simulated):
 
     @pytest.mark.parametrize("magnitude", [1e-2, pytest.param(1e2, marks=pytest.mark.slow)])
     def test_float16_queries_over_codes_have_the_range_of_the_scales(self, magnitude):
-        check_attention(
+        check_codes(
             "fp8_e5m2",
             "head_major",
             "mosaic_gpu",

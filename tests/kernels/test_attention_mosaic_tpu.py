@@ -28,7 +28,7 @@ from pallas_kernels.attention.mosaic_tpu import tuning
 from pallas_kernels.attention.mosaic_tpu.parameters import from_float16
 from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes
 from pallas_kernels.pages import pool_shape
-from tests.kernels.test_quantised_pages import check_attention, empty
+from tests.kernels.test_quantised_pages import check_codes, empty
 
 SIMULATED = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -106,7 +106,7 @@ class TestSmallBlocks(Simulated):
         self, kind, window, P, q_dtype, tolerance
     ):
         same = dict(q_dtype=q_dtype, tolerance=tolerance, sizes=(P, 32))
-        check_attention(kind, "paired", "mosaic_tpu", longest=300, window=window, **same)
+        check_codes(kind, "paired", "mosaic_tpu", longest=300, window=window, **same)
 
     @pytest.mark.parametrize("factor_type", ["int8", None])
     def test_large_channels_that_cancel_leave_logits_over_fixed_scales_exact(
