@@ -3,6 +3,7 @@
 from fractions import Fraction
 from functools import cache, partial
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def test_each_score_is_that_of_a_token_at_a_time_in_float64(name, n):
     _, _, _, scores = scores_of(name, n, keep)
     want = naive_scores.SCORES[name](**tensors(n), cap=None, keep=keep, turned=turned)
     got = np.where(scores[:, :n] == np.float32(FORCED), np.inf, scores[:, :n])
-    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+    chex.assert_trees_all_close(got, want, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["tova", "snapkv", "h2o"])
@@ -88,14 +89,14 @@ def test_weights_follow_a_soft_cap(name):
     _, _, _, scores = scores_of(name, 70, 30, cap=1.5)
     want = naive_scores.SCORES[name](**tensors(70), cap=1.5, keep=30)
     got = np.where(scores[:, :70] == np.float32(FORCED), np.inf, scores[:, :70])
-    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+    chex.assert_trees_all_close(got, want, rtol=2e-4, atol=1e-6)
     assert not np.allclose(got, scores_of(name, 70, 30)[3][:, :70])
 
 
 def test_random_scores_depend_on_seed_length_layer_head_and_slot_alone():
     scores = scores_of("random", 70, 30)[3]
     wider = SCORES["random"]().score(layer_of(70, 300), {}, jnp.int32(30))
-    np.testing.assert_array_equal(scores, wider[:, : scores.shape[1]])
+    chex.assert_trees_all_equal(scores, wider[:, : scores.shape[1]])
     assert len(np.unique(scores)) == scores.size
     assert not np.array_equal(scores[:, :70], scores_of("random", 71, 30)[3][:, :70])
 
@@ -107,7 +108,7 @@ def chosen(name: str, n: int, keep: int, spans=((0, 0),)) -> list[list[int]]:
     slots, at, counts, _ = _choose_in_layer(method, layer, seen, positions, bounds, jnp.int32(keep))
     for row, where, count in zip(slots, at, counts, strict=True):
         assert (row[count:] == layer.k.shape[1]).all()
-        np.testing.assert_array_equal(row[:count], where[:count])
+        chex.assert_trees_all_equal(row[:count], where[:count])
     return [row[:count].tolist() for row, count in zip(slots, counts, strict=True)]
 
 

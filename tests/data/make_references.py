@@ -159,7 +159,7 @@ def make_real(name: str, path: Path) -> None:
         continuation = tokenizer.decode(found["cont_ids"], skip_special_tokens=False)
         cases[case] = {"text": text, "cut": prompt["cut"], "continuation": continuation}
         arrays |= {f"{case}/{key}": value for key, value in found.items()}
-        print(f"{name} {case}: {len(ids)} tokens, {continuation[:50]!r}")
+        print(f"{name} {case}: {len(ids)} tokens, {continuation[:50]!r}", flush=True)
     np.savez_compressed(DATA / f"{name}.npz", **arrays)
     text = json.dumps({"made_with": made_with(), "cases": cases}, indent=1, ensure_ascii=False)
     (DATA / f"{name}.json").write_text(text + "\n", "utf-8")
@@ -188,7 +188,7 @@ def ask(model, ids: list[int]) -> dict[str, np.ndarray]:
         "prompt_logprobs": np.concatenate([[np.nan], said]).astype(np.float32),
         "logit_ids": kept,
         "logits_last": last.numpy()[kept],
-        "logits_last_lse": np.array(last.double().logsumexp(-1), np.float64),
+        "logits_last_lse": last.double().logsumexp(-1).numpy(),
         "cont_ids": np.array(tokens, np.int32),
         "cont_logprobs": np.array(their_logprobs, np.float32),
         "cont_margin": np.array(margins, np.float32),

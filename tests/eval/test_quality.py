@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,8 +36,8 @@ def test_the_full_cache_is_no_distance_from_itself_and_scores_as_the_engine(tiny
     )
     assert completion.prompt_logprobs is not None
     loss = -completion.prompt_logprobs[1:]
-    np.testing.assert_allclose(np.log(found["f32"].perplexity), loss.mean(), rtol=1e-5)
-    np.testing.assert_allclose(found["f32"].stderr, loss.std() / np.sqrt(74), rtol=1e-4)
+    chex.assert_trees_all_close(np.log(found["f32"].perplexity), loss.mean(), rtol=1e-5)
+    chex.assert_trees_all_close(found["f32"].stderr, loss.std() / np.sqrt(74), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -47,7 +48,7 @@ def test_chunks_of_any_size_measure_the_same(tiny: Tiny, name):
         measure(tiny.model, TOKENS, formats, page_size=8, chunk=chunk)[name] for chunk in (75, 16)
     )
     assert whole.kl_mean > 0
-    np.testing.assert_allclose(whole.kl_mean, parts.kl_mean, rtol=1e-2)
+    chex.assert_trees_all_close(whole.kl_mean, parts.kl_mean, rtol=1e-2)
     assert whole.nbytes == parts.nbytes
 
 
@@ -67,7 +68,7 @@ def test_ranges_are_the_largest_magnitudes_by_layer_and_head(tiny: Tiny):
     # The first layer's V is a product of the first norm's output alone.
     layer, x = tiny.decoder.layers[0], tiny.decoder.embedding[...][jnp.array(TOKENS)]
     _, _, v = layer.attention.heads(layer.attention_norm(x))
-    np.testing.assert_allclose(whole.largest[0][1::2], jnp.abs(v).max((0, 2)), rtol=1e-5)
+    chex.assert_trees_all_close(whole.largest[0][1::2], jnp.abs(v).max((0, 2)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["knorm", pytest.param("adakv_keydiff", marks=pytest.mark.slow)])
@@ -80,7 +81,7 @@ def test_what_follows_a_context_that_lost_tokens_scores_as_the_engine_says(tiny:
     )
     assert completion.prompt_logprobs is not None
     loss = -completion.prompt_logprobs[41:]
-    np.testing.assert_allclose(np.log(found[method].perplexity), loss.mean(), rtol=1e-5)
+    chex.assert_trees_all_close(np.log(found[method].perplexity), loss.mean(), rtol=1e-5)
     assert found[method].kl_mean > 0 and found["f32"].kl_max == 0
     # Of a layer with a window the pages of its last tokens, of the other one 20 and 35 tokens.
     per_layer = 8 * 2 * 2 * 8 * 4

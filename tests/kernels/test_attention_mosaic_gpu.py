@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,7 +133,7 @@ class TestShortItems(Simulated):
         poisoned = dataclasses.replace(placed, pages=dataclasses.replace(placed.pages, kv=kv))
         got = self.attend(batch, poisoned, shared=shared)
         for x, y in zip(got, want, strict=True):
-            np.testing.assert_array_equal(x[2], y[2])
+            chex.assert_trees_all_equal(x[2], y[2])
 
     @pytest.mark.parametrize(
         ("cuts", "options"),
@@ -232,7 +233,7 @@ def test_on_another_gpu_none_takes_xla_with_one_line_in_the_log(
     monkeypatch.setattr(gpus, "capability", lambda: capability)
     with caplog.at_level(logging.INFO):
         got = ragged_paged_attention(*arguments(), scale=1.0)
-    np.testing.assert_array_equal(got, want)
+    chex.assert_trees_all_equal(got, want)
     (record,) = (r for r in caplog.records if r.name.startswith("pallas_kernels"))
     assert record.getMessage().endswith(f"this GPU has {named}")
     with pytest.raises(ValueError, match=rf"\(H100, H200\); this GPU has {named}"):

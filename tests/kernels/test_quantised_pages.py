@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -149,8 +150,8 @@ def test_backends_write_the_same_codes_and_nothing_else(kind, layout):
     written = [jax.device_get(filled(kind, layout, kv, [3, 8], b).paged) for b in BACKENDS]
     others = [page for page in range(N) if page not in (3, 8)]
     for name, array in before.items():
-        np.testing.assert_array_equal(written[0][name], written[1][name])
-        np.testing.assert_array_equal(written[0][name][others], array[others])
+        chex.assert_trees_all_equal(written[0][name], written[1][name])
+        chex.assert_trees_all_equal(written[0][name][others], array[others])
 
 
 @every_layout
@@ -172,7 +173,7 @@ def test_a_copied_page_decodes_as_its_source(kind, layout, backend):
     pages = filled(kind, layout, kv, [3, 8])
     ids = (jnp.array(x, jnp.int32) for x in ([3, 8], [8, 1]))
     after = decoded(copy_pages(pages, *ids, backend=backend))
-    np.testing.assert_array_equal(after[[8, 1]], decoded(pages)[[3, 8]])
+    chex.assert_trees_all_equal(after[[8, 1]], decoded(pages)[[3, 8]])
 
 
 HARD = {
@@ -202,9 +203,9 @@ def test_whatever_is_written_what_is_read_is_finite_and_near(kind, case):
     reach = max(np.ptp(want), np.abs(want).max())
     assert np.abs(got - want).max() <= reach * (1 / 4 if "kivi" not in kind else 1 / 3) + 1e-6
     if case == "a constant channel of K" and "kivi" in kind:
-        np.testing.assert_array_equal(got[..., 0, 5], 3.25)
+        chex.assert_trees_all_equal(got[..., 0, 5], 3.25)
     if case in ("zeros", "all equal"):
-        np.testing.assert_allclose(got, want, rtol=1e-3)
+        chex.assert_trees_all_close(got, want, rtol=1e-3)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "xla"])

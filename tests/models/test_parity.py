@@ -7,6 +7,7 @@ with all their logits, and two real models with log-probabilities and greedy con
 from collections.abc import Mapping
 from functools import cache
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +98,7 @@ def test_every_logit_of_every_family_is_that_of_transformers(data, family, page_
     model = load_model(str(folder)).model
     found = paged_logits(model, [ids for ids, _ in cases], page_size, budget)
     for (_, expected), logits in zip(cases, found, strict=True):
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
+        chex.assert_trees_all_close(logits, expected, rtol=0, atol=2e-4)
 
 
 @pytest.fixture(scope="module")
@@ -173,17 +174,17 @@ def test_a_real_model_scores_and_continues_as_in_transformers(
         found = completion.prompt_logprobs
         assert found is not None and np.isnan(found[0])
         expected = reference[f"{case}/prompt_logprobs"]
-        np.testing.assert_allclose(found[1:], expected[1:], rtol=0, atol=1e-3, err_msg=case)
+        chex.assert_trees_all_close(found[1:], expected[1:], rtol=0, atol=1e-3, custom_message=case)
         logits, kept = completion.logits[0], reference[f"{case}/logit_ids"]
-        np.testing.assert_allclose(
-            logits[kept], reference[f"{case}/logits_last"], rtol=0, atol=3e-3, err_msg=case
+        chex.assert_trees_all_close(
+            logits[kept], reference[f"{case}/logits_last"], rtol=0, atol=3e-3, custom_message=case
         )
         # Logits that are not stored one by one are in their sum.
         total, want = (
             np.logaddexp.reduce(logits, dtype=np.float64),
             reference[f"{case}/logits_last_lse"],
         )
-        np.testing.assert_allclose(total, want, rtol=0, atol=3e-3, err_msg=case)
+        chex.assert_trees_all_close(total, want, rtol=0, atol=3e-3, custom_message=case)
         tokens = np.array(completion.tokens[:CONTINUATION])
         differs = tokens != reference[f"{case}/cont_ids"]
         if differs.any():  # from there on the two texts have nothing to do with each other
