@@ -34,6 +34,7 @@ LIBRARY = (
     "jaxkv.compress",
     "jaxkv.engine",
     "jaxkv.eval",
+    "jaxkv.model",
     "jaxkv.models",
     "jaxkv.prefix",
     "pallas_kernels",
@@ -55,18 +56,21 @@ RULES = {
     "jaxkv": Rule(ours=("jaxkv", "pallas_kernels"), outside=ARRAYS),
     "jaxkv.cache": Rule(ours=("pallas_kernels",), outside=ARRAYS),
     "jaxkv.attention": Rule(ours=("jaxkv.cache", "pallas_kernels"), outside=ARRAYS),
+    "jaxkv.model": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
     "jaxkv.ledger": Rule(ours=(), outside=("numpy",)),
     "jaxkv.prefix": Rule(ours=(), outside=("numpy",)),
     "jaxkv.replay": Rule(ours=("jaxkv.prefix", "jaxkv.ledger"), outside=("numpy",)),
-    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
+    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.model"), outside=ARRAYS),
     "jaxkv.eval": Rule(
-        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine"), outside=ARRAYS
+        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine", "jaxkv.model"),
+        outside=ARRAYS,
     ),
     "jaxkv.engine": Rule(
-        ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress"), outside=ARRAYS
+        ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress", "jaxkv.model"),
+        outside=ARRAYS,
     ),
     # Importable only with the extra `eval`.
-    "jaxkv.models.harness": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
+    "jaxkv.models.lm_eval_model": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
     "jaxkv.models": Rule(ours=LIBRARY, outside=ARRAYS + CHECKPOINTS),
     # Importable only with the extra `testing`; its suites need pytest too.
     "jaxkv.testing": Rule(ours=("jaxkv", "pallas_kernels"), outside=(*ARRAYS, "chex", "pytest")),

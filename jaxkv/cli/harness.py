@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     lm_eval, its_tasks, utils = map(
         importlib.import_module, ("lm_eval", "lm_eval.tasks", "lm_eval.utils")
     )
-    from jaxkv.models.harness import JaxkvLM
+    from jaxkv.models.lm_eval_model import JaxkvLM
 
     path = None if args.include_path is None else str(args.include_path)
     tasks = its_tasks.TaskManager(include_path=path)

@@ -6,7 +6,6 @@ from jaxkv.engine.config import EngineConfig as EngineConfig
 from jaxkv.engine.engine import Engine as Engine
 from jaxkv.engine.metrics import EngineMetrics as EngineMetrics
 from jaxkv.engine.metrics import PoolState as PoolState
-from jaxkv.engine.model import DecodeModel as DecodeModel
 from jaxkv.engine.request import Completion as Completion
 from jaxkv.engine.request import Delta as Delta
 from jaxkv.engine.request import FinishReason as FinishReason

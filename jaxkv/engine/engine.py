@@ -19,7 +19,6 @@ from jaxkv.cache import KVCache, format_id, init_cache
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.host import HostSide
 from jaxkv.engine.metrics import EngineMetrics, PoolState
-from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.prompt_logprobs import book_prompt_logprobs
 from jaxkv.engine.request import (
     Completion,
@@ -45,6 +44,7 @@ from jaxkv.engine.step import (
 )
 from jaxkv.engine.stopping import AnswerText
 from jaxkv.engine.streams import Streams
+from jaxkv.model import DecodeModel
 from jaxkv.prefix import Event, Namespace, ShortenedTables, pack
 
 
@@ -159,9 +159,9 @@ class Engine:
     ) -> Namespace:
         """Where the index keeps the prefixes of requests with this adapter and salt."""
         compression = self.config.compression
-        method = compression.name if compression is not None and compression.is_window else ""
+        window = compression if compression is not None and compression.is_window else None
         formats = format_id(self.spec.formats)
-        return Namespace(kv_format=formats, method=method, adapter=adapter, salt=cache_salt)
+        return Namespace(kv_format=formats, method=window, adapter=adapter, salt=cache_salt)
 
     def submit(self, request: Request, *, stepwise: bool = False) -> Completion:
         """Queues a request.
@@ -458,7 +458,6 @@ class Engine:
                 shape=shape,
                 num_groups=len(self.pools),
                 max_pages=self._tables.pages[0].shape[1],
-                shortens=self._shortener is not None,
             )
         return self._layouts[shape]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxkv.compress import MAX_SPANS
+from jaxkv.compress.kept import MAX_SPANS
 
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 256

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxkv.compress import Kept
+from jaxkv.compress.kept import Kept
 from jaxkv.engine.request import Completion, FinishReason, Request
 from jaxkv.engine.stopping import AnswerText
 from jaxkv.prefix import Namespace, SnapshotKey

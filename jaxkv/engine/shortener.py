@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.compress import Compression, Compressor, Kept, Row, num_protected
+from jaxkv.compress import Compression
+from jaxkv.compress.compressor import Compressor
+from jaxkv.compress.kept import Kept, Row, num_protected
 from jaxkv.engine.request import Request, RequestError
 from jaxkv.engine.scheduler import PageCopy, Scheduler
 from jaxkv.engine.sequence import NEVER, Sequence
@@ -58,7 +60,7 @@ class Shortener:
         if self._index is not None:
             namespace = dataclasses.replace(
                 sequence.namespace,
-                method=self._compression.name,
+                method=self._compression,
                 dropped_at=sequence.context,
                 protect=request.protect,
             )
@@ -84,31 +86,27 @@ class Shortener:
         return cache, stuck
 
     def _shorten(self, cache: KVCache, sequence: Sequence) -> KVCache:
-        n, request = sequence.num_computed, sequence.request
-        keep = self._compression.budget.keep(n)
-        row = self._row(sequence)
-        groups = [g for layer in self._compressor.layers for g in cache.groups_of(layer)]
-        if keep < n - row.dropped[groups].mean():
-            kept = self._known(sequence) or self._compressor.choose(
-                cache,
-                row,
-                sequence.tokens[:n],
-                keep,
-                spans=request.protect,
-                since=sequence.shortened_at,
-                before=sequence.kept,
-            )
-            lens = kept.lens(cache, self._compressor.layers)
-            if not self._scheduler.shorten(sequence, lens):
-                return cache
-            target = np.stack([table[sequence.row] for table in self._tables.pages])
-            cache = self._compressor.move(cache, kept, row, target)
-            if self._compression.interval is None:  # there is no later choice
-                kept = kept._replace(seen=())
-            sequence.shortened(kept)
-            return self._publish(cache, sequence) if n == sequence.context else cache
-        sequence.shortened(None)
-        return cache
+        n, request, row = sequence.num_computed, sequence.request, self._row(sequence)
+        kept = self._known(sequence) or self._compressor.choose(
+            cache,
+            row,
+            sequence.tokens[:n],
+            self._compression.budget,
+            protect=request.protect,
+            since=sequence.shortened_at,
+            before=sequence.kept,
+        )
+        if kept is None:
+            sequence.shortened(None)
+            return cache
+        if not self._scheduler.shorten(sequence, self._compressor.lens(kept)):
+            return cache
+        target = np.stack([table[sequence.row] for table in self._tables.pages])
+        cache = self._compressor.move(cache, kept, row, target)
+        if self._compression.interval is None:  # no later choice needs the statistics
+            kept = kept._replace(statistics=())
+        sequence.shortened(kept)
+        return self._publish(cache, sequence) if n == sequence.context else cache
 
     def _known(self, sequence: Sequence) -> Kept | None:
         """What another sequence has kept of the same context."""

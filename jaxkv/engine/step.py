@@ -25,8 +25,8 @@ import numpy as np
 
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, copy_pages
-from jaxkv.compress import Compressor, ScoreMethod
-from jaxkv.engine.model import DecodeModel
+from jaxkv.compress import ScoreMethod
+from jaxkv.compress.compressor import Compressor
 from jaxkv.engine.sampling import (
     NUM_CONTROLS,
     POSITION,
@@ -35,6 +35,7 @@ from jaxkv.engine.sampling import (
     sample,
 )
 from jaxkv.engine.scheduler import PageCopy, StepPlan, int32
+from jaxkv.model import DecodeModel
 from jaxkv.prefix import PageTables
 
 DETERMINISTIC_ROWS = 64
@@ -136,13 +137,11 @@ class StepLayout:
       shape: of the step.
       num_groups: layer groups.
       max_pages: M.
-      shortens: sequences lose tokens (`StepInputs.dropped`).
     """
 
     shape: StepShape
     num_groups: int
     max_pages: int
-    shortens: bool = False
 
     @property
     def size(self) -> int:
@@ -153,9 +152,8 @@ class StepLayout:
         """The parts of a buffer `[size]`, views or traced slices.
 
         Returns:
-          tokens `[T]`, kv_lens `[B]`, query_starts `[B + 1]`, controls `[B, NUM_CONTROLS]` of
-          sampling, want_top `[1]`, page_tables `[num_groups, B, M]`, and where sequences lose
-          tokens dropped `[num_groups, B]`.
+          tokens `[T]`, seq_lens `[B]`, kv_lens `[num_groups, B]`, query_starts `[B + 1]`, controls
+          `[B, NUM_CONTROLS]` of sampling, want_top `[1]`, page_tables `[num_groups, B, M]`.
         """
         return {name: buffer[span].reshape(shape) for name, span, shape in self._spans}
 
@@ -164,14 +162,13 @@ class StepLayout:
         T, B = self.shape.num_tokens, self.shape.num_sequences
         shapes = {
             "tokens": (T,),
-            "kv_lens": (B,),
+            "seq_lens": (B,),
+            "kv_lens": (self.num_groups, B),
             "query_starts": (B + 1,),
             "controls": (B, NUM_CONTROLS),
             "want_top": (1,),
             "page_tables": (self.num_groups, B, self.max_pages),
         }
-        if self.shortens:
-            shapes["dropped"] = (self.num_groups, B)
         ends = list(accumulate(map(math.prod, shapes.values()), initial=0))
         spans = starmap(slice, pairwise(ends))
         return [
@@ -198,7 +195,9 @@ def build_buffer(
     n = len(plan.sequences)
     rows, lengths = plan.rows, plan.lengths
     parts["tokens"][: plan.total_tokens] = plan.tokens()
-    parts["kv_lens"][:n] = lengths
+    parts["seq_lens"][:n] = lengths
+    dropped = 0 if tables.dropped is None else tables.dropped[:, rows]
+    np.subtract(lengths, dropped, out=parts["kv_lens"][:, :n])
     parts["query_starts"][1 : n + 1] = int32(accumulate(plan.num_tokens))
     parts["query_starts"][n + 1 :] = plan.total_tokens
     parts["controls"][:n] = controls[rows]
@@ -207,8 +206,6 @@ def build_buffer(
     parts["want_top"][0] = plan.wants_logprobs
     for part, table in zip(parts["page_tables"], tables.pages, strict=True):
         np.take(table, rows, axis=0, out=part[:n], mode="clip")
-    if tables.dropped is not None:
-        parts["dropped"][:, :n] = tables.dropped[:, rows]
     return buffer
 
 
@@ -239,22 +236,22 @@ class StepFunctions:
             parts = layout.split(buffer)
             inputs = StepInputs(
                 tokens=parts["tokens"],
-                kv_lens=parts["kv_lens"],
+                seq_lens=parts["seq_lens"],
                 query_starts=parts["query_starts"],
                 page_tables=tuple(parts["page_tables"]),
-                dropped=parts.get("dropped"),
+                kv_lens=parts["kv_lens"],
             )
             sampling = SamplingInputs.unpack(parts["controls"], seen, parts["want_top"][0] != 0)
             attention = AttentionBackend(name=backend, query_tile=layout.shape.query_tile)
             hidden, cache = model.forward(params, cache, inputs, attention)
-            B = inputs.kv_lens.shape[0]
+            B = inputs.seq_lens.shape[0]
             last = jnp.maximum(inputs.query_starts[1:] - 1, 0)
             rows = jnp.pad(last, (0, max(0, min_rows - B)))
             logits = model.logits(params, hidden[rows])[:B]
             return (sample(logits, sampling), logits, hidden), cache
 
         def copy(cache: KVCache, copies: jax.Array) -> KVCache:
-            for group in range(len(cache.windows)):
+            for group in range(len(cache.spec.groups)):
                 cache = copy_pages(cache, group, copies[group, 0], copies[group, 1])
             return cache
 
@@ -285,15 +282,15 @@ class StepFunctions:
         self._prompt_logprobs: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(prompt_logprobs)
         self._choices = (backend, deterministic)
         self._model = model
-        self._compressors: dict[str, Compressor] = {}
+        self._compressors: dict[ScoreMethod, Compressor] = {}
 
     def compressor(self, method: ScoreMethod, cache: KVCache) -> Compressor:
         """The functions that drop tokens by a method, made once."""
-        if method.name not in self._compressors:
+        if method not in self._compressors:
             backend = self._choices[0]
             compressor = Compressor(self._model, cache, method, backend=backend)
-            self._compressors[method.name] = compressor
-        return self._compressors[method.name]
+            self._compressors[method] = compressor
+        return self._compressors[method]
 
     def check(self, model: DecodeModel, backend: str | None, deterministic: bool) -> None:
         """Raises ValueError where these are other functions than an engine needs."""
@@ -322,8 +319,8 @@ class StepFunctions:
           copies: what to copy.
           most: copies that a group may ever ask for at once; the rest is padding.
         """
-        ids = np.zeros((len(cache.windows), 2, most), np.int32)
-        counts = [0] * len(cache.windows)
+        ids = np.zeros((len(cache.spec.groups), 2, most), np.int32)
+        counts = [0] * len(cache.spec.groups)
         for copy in copies:
             ids[copy.group, :, counts[copy.group]] = copy.source, copy.target
             counts[copy.group] += 1

@@ -15,7 +15,7 @@ made and lost (`index`).
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,8 +41,8 @@ class Namespace:
     Attributes:
       model: whose K and V these are; another set of weights is another model.
       kv_format: how they are stored, rotation and scales included.
-      method: which tokens they were computed from, where not from all before them: a window's name;
-        of a snapshot, what dropped some.
+      method: what dropped tokens before they were computed, compared by value: a window, or of a
+        snapshot its method, budget and interval; None where none were dropped.
       dropped_at: of a snapshot, the number of tokens when some were dropped; 0 where all are there.
       protect: of a snapshot, spans of tokens that were not to be dropped.
       adapter: of the weights, a name and a version; None is the bare model.
@@ -51,7 +51,7 @@ class Namespace:
 
     model: str = ""
     kv_format: str = ""
-    method: str = ""
+    method: Hashable = None
     dropped_at: int = 0
     protect: tuple[tuple[int, int], ...] = ()
     adapter: tuple[str, int] | None = None

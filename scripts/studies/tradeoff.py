@@ -41,7 +41,7 @@ import numpy as np
 from jaxkv.cache import choose_formats
 from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import read_text
-from jaxkv.compress import METHODS, WINDOWS, Budget, Compression
+from jaxkv.compress import METHODS, Budget, Compression, Window
 from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
 from jaxkv.eval import Comparison, Reading, Setting, TextFunctions, read
 from jaxkv.eval.ruler import TASKS
@@ -92,8 +92,8 @@ class Setup:
         """
         if self.method == NONE or self.budget is None:
             return None
-        budget = Budget.parse(self.budget)
-        if self.method in WINDOWS and budget.is_part:
+        budget = Budget(self.budget)
+        if isinstance(METHODS[self.method], Window) and budget.is_part:
             budget = Budget(budget.keep(num_tokens))
         return Compression(method=self.method, budget=budget)
 
@@ -101,7 +101,7 @@ class Setup:
         """Part of a context's tokens that is removed."""
         if self.budget is None:
             return 0.0
-        return float(1 - Fraction(Budget.parse(self.budget).keep(num_tokens), num_tokens))
+        return float(1 - Fraction(Budget(self.budget).keep(num_tokens), num_tokens))
 
     @property
     def page_size(self) -> int:
@@ -185,7 +185,7 @@ def canonical(budget: str) -> str:
     Raises:
       ValueError: it is no budget.
     """
-    kept = Budget.parse(budget).kept
+    kept = Budget(budget).kept
     return str(kept) if isinstance(kept, int) else np.format_float_positional(float(kept), trim="0")
 
 
@@ -385,7 +385,7 @@ class Study:
             for question in self._asked:
                 if question.length != length:
                     continue
-                sample, output = question.sample, self._answer(engine, question, setup)
+                sample, output = question.sample, self._answer(engine, question)
                 predictions.append(
                     {
                         "task": sample.task,
@@ -400,8 +400,9 @@ class Study:
             cost = self._times(engine, length, setup)
         return predictions, cost
 
-    def _answer(self, engine: Engine, question: Question, setup: Setup) -> str:
-        drops = setup.method not in (NONE, *WINDOWS)
+    def _answer(self, engine: Engine, question: Question) -> str:
+        compression = engine.config.compression
+        drops = compression is not None and not compression.is_window
         request = Request(
             prompt=tuple(question.context + question.question),
             max_new_tokens=question.max_new_tokens,

@@ -18,10 +18,8 @@ from jaxkv.cache import (
     export_pages,
     format_id,
     get_format,
-    group_pages,
     import_pages,
     init_cache,
-    layer_pages,
     preferred_page_size,
     rotate,
 )
@@ -137,13 +135,12 @@ def spec_of(text: str, num_tokens: int, head_dim: int = 64) -> CacheSpec:
     """A cache with the pages of one sequence, a tail page at least, and the null pages."""
     layers = tuple(LayerSpec(kv_heads=3, head_dim=head_dim) for _ in range(2))
     formats, P = choose_formats(text, layers), preferred_page_size(text)
-    groups = group_pages(layer_pages(layers, formats))
-    return CacheSpec(
-        layers=layers,
+    return CacheSpec.plan(
+        layers,
+        formats,
         page_size=P,
-        num_pages=tuple(max(1, group.num_kept(num_tokens, P)) + 1 for group in groups),
-        formats=formats,
-        layout="head_major",
+        num_tokens=num_tokens,
+        most_pages=lambda group: max(1, group.num_kept(num_tokens, P)),
     )
 
 
@@ -228,6 +225,6 @@ def test_exported_pages_come_back_with_their_parameters(name):
     for group in range(len(spec.groups)):
         ids = jnp.array([1, 0])
         back = import_pages(init_cache(spec), group, ids, export_pages(cache, group, ids))
-        for index in cache.layers_of(group):
+        for index in spec.groups[group].members:
             for field, array in cache.layers[index].paged.items():
                 chex.assert_trees_all_equal(back.layers[index].paged[field][:2], array[:2])

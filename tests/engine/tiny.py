@@ -6,7 +6,8 @@ from functools import cached_property
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import KVCache, check_cache, check_tables
+from jaxkv.cache import KVCache
+from jaxkv.cache.debug import check_tables
 from jaxkv.engine import Completion, Delta, Engine, EngineConfig, Request
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions, StepShape
@@ -111,7 +112,7 @@ class CheckedEngine(Engine):
             check_integrity(self.index, self._tables, [self._taken, *pinned])
         for pool in self.pools:
             pool.check_integrity()
-        check_cache(self._cache, self.spec)
+        assert self._cache.spec == self.spec
         if not self.has_work:
             assert self.held_pages == [0] * len(self.pools)
             assert self._tables.num_open == 0
@@ -150,7 +151,6 @@ class _CheckedFunctions:
             query_lens,
             self._engine.pools,
             self._engine.spec,
-            parts.get("dropped"),
         )
         result, new_cache = self._functions.run(cache, buffer, seen, layout)
         assert all(x.is_deleted() for pages in cache.layers for x in pages.paged.values())

@@ -63,7 +63,7 @@ def frequencies(scaling, theta: float = THETA) -> np.ndarray:
 
 
 def test_frequencies_fall_geometrically_from_one():
-    expected = [base_frequency(channel) for channel in range(D // 2)]
+    expected = np.array([base_frequency(channel) for channel in range(D // 2)])
     chex.assert_trees_all_close(frequencies(None), expected, rtol=1e-7)
 
 

@@ -10,7 +10,7 @@ import jax
 
 from jaxkv.attention import BACKEND_NAMES
 from jaxkv.cache import FORMATS, STATIC, KVRanges, preferred_page_size
-from jaxkv.compress import METHODS, Budget, Compression
+from jaxkv.compress import METHODS, Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
 from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
@@ -108,8 +108,7 @@ def compression(args: argparse.Namespace) -> Compression | None:
     if args.budget is None:
         raise RequestError("--method needs a --budget: how many tokens it keeps")
     try:
-        budget = Budget.parse(args.budget)
-        return Compression(method=args.method, budget=budget, interval=args.interval)
+        return Compression(method=args.method, budget=args.budget, interval=args.interval)
     except ValueError as error:
         raise RequestError(str(error)) from None
 
