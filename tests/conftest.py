@@ -9,6 +9,8 @@ import pytest
 
 from jaxkv.models.pretrained import model_path
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # An accidental upcast or broadcast is a bug, even where its values come out right.
@@ -46,7 +48,7 @@ def compiled_once_a_session(tmp_path_factory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder of reference outputs, texts and traces; its README says how they were made."""
-    return Path(__file__).resolve().parent / "data"
+    return ROOT / "tests" / "data"
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
 """The one exception a user of the ledger meets."""
 
+from jaxkv.errors import JaxkvError
 
-class LedgerError(ValueError):
+
+class LedgerError(JaxkvError):
     """A model, a format or a size that the ledger cannot take.
 
     The message is one line and names the key, format or argument at fault.

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from jaxkv.prefix import POLICIES, Namespace, PagePool, PageTables, PrefixIndex
+from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex
 from jaxkv.prefix.node import TOKEN
 from jaxkv.replay.errors import ReplayError
 
@@ -101,27 +101,19 @@ class Radix:
         pool = PagePool(-(-capacity // page_size) + 1)
         self._clock = 0
         self.index = PrefixIndex(
-            [pool], page_size, policy=POLICIES[eviction](), clock=lambda: float(self._clock)
+            [pool], page_size, eviction=eviction, clock=lambda: float(self._clock)
         )
         self._tables = PageTables(
             [pool], page_size, max_sequences=1, max_pages=pool.capacity, index=self.index
         )
         self._pool, self._page_size, self._exact = pool, page_size, exact
-        self._namespace = Namespace(model="replay")
-        self._evicted = 0
-        evict = self.index.evict
-
-        def counted(group: int, num_pages: int) -> int:
-            freed = evict(group, num_pages)
-            self._evicted += freed
-            return freed
-
-        self.index.evict = counted
+        self._namespace = Namespace()
 
     def serve(self, prompt: bytes, answer: bytes) -> Served:
         """See PrefixCache."""
         self._clock += 1
-        self._evicted = 0
+        counters = self.index.counters
+        freed_before = counters.freed_pages
         tables, P, namespace = self._tables, self._page_size, self._namespace
         computed = (prompt + answer)[:-TOKEN]
         if -(-len(computed) // (P * TOKEN)) > self._pool.capacity:
@@ -135,7 +127,8 @@ class Radix:
         tables.close(row)
         if not self._exact:
             matched -= matched % P
-        return Served(matched, self._evicted * P, self._pool.num_cached * P)
+        evicted = counters.freed_pages - freed_before
+        return Served(matched, evicted * P, self._pool.num_cached * P)
 
     def _whole(self, tokens: bytes) -> bytes:
         size = self._page_size * TOKEN
@@ -174,12 +167,12 @@ class PageHash:
             self._order.hold(key)
         evicted = max(0, needed - pool.num_free)
         for _ in range(evicted):
-            pool.drop([self._pages.pop(self._order.victim())])
+            pool.unmark_indexed([self._pages.pop(self._order.victim())])
         taken = pool.acquire(needed)
         for key, page in zip(keys[len(found) :], taken, strict=False):
             if key not in self._pages:  # else a later page of a prefix whose middle is gone
                 self._pages[key] = page
-                pool.keep([page])
+                pool.mark_indexed([page])
         pool.release(held + taken)
         for key in reversed(keys):
             self._order.release(key)

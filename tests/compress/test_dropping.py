@@ -54,8 +54,9 @@ def watch(engine: CheckedEngine, request: Request) -> tuple[Completion, list]:
     (sequence,) = engine._sequences.values()
     while engine.has_work:
         engine.step()
-        if sequence.kept is not None and (not kept or sequence.kept is not kept[-1]):
-            kept.append(sequence.kept)
+        drop = sequence.drop
+        if drop.kept is not None and (not kept or drop.kept is not kept[-1]):
+            kept.append(drop.kept)
     return completion, kept
 
 

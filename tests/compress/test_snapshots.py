@@ -31,8 +31,8 @@ def asked(question: tuple[int, ...], context: tuple[int, ...] = CONTEXT, **optio
 
 
 def snapshots(engine: CheckedEngine) -> list[Snapshot]:
-    assert engine.index is not None
-    return list(engine.index.snapshots)
+    assert engine._dropper.snapshots is not None
+    return list(engine._dropper.snapshots)
 
 
 def contents(engine: CheckedEngine, snapshot: Snapshot) -> list[np.ndarray]:
@@ -120,8 +120,8 @@ def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed
     request = asked((), max_new_tokens=8)
     first = run(engine, request)
     (snapshot,) = snapshots(engine)
-    choose, calls = engine._shortener._compressor.choose, []
-    engine._shortener._compressor.choose = lambda *a, **k: calls.append(1) or choose(*a, **k)
+    choose, calls = engine._dropping._compressor.choose, []
+    engine._dropping._compressor.choose = lambda *a, **k: calls.append(1) or choose(*a, **k)
     second = engine.submit(request)
     while not second.tokens:
         engine.step()
@@ -132,7 +132,7 @@ def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed
             assert held[group][: length // P] == snapshot.pages[group][: length // P]
     while engine.has_work:
         engine.step()
-    engine._shortener._compressor.choose = choose
+    engine._dropping._compressor.choose = choose
     assert not calls and len(snapshots(engine)) == 1
     chex.assert_trees_all_equal(*logit_bits([first, second]))
 
@@ -148,7 +148,7 @@ def test_what_was_asked_for_differently_is_not_shared(mixed: Tiny):
         Request(prompt=(*CONTEXT, *QUESTIONS[0]), max_new_tokens=NEW),
         asked(QUESTIONS[0], prompt_logprobs=True),
     ):
-        before = {snapshot.found_by for snapshot in snapshots(engine)}
+        before = {snapshot.key for snapshot in snapshots(engine)}
         assert run(engine, request).cached_tokens < request_context(request)
         if not request.prompt_logprobs:
             assert len(before) + 1 == len(snapshots(engine))
@@ -245,7 +245,7 @@ def test_a_small_pool_lets_snapshots_go_and_serves_everybody(mixed: Tiny, evicti
         taken.clear()
     engine.reset_cache()
     assert not snapshots(engine) and engine.index is not None
-    check_integrity(engine.index, engine._tables)
+    check_integrity(engine.index, engine._tables, snapshots=engine._dropper.snapshots)
     assert all(pool.num_free == pool.capacity for pool in engine.pools)
 
 
