@@ -88,7 +88,7 @@ EVERY_LENGTH = {
     )
     for name, q_lens, T, layouts in (
         ("decode", DECODE, 8, LAYOUTS),
-        ("mixed", MIXED, 48, ("token_major", "paired")),
+        ("mixed", MIXED, 48, (LAYOUTS[0], "paired")),
         ("prefill", PREFILL, 640, ("head_major", "paired")),
     )
     for layout in layouts

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxkv.testing.layouts import stored
 from pallas_kernels import KeyPart, Layout, Pages
+from pallas_kernels.pages import LAYOUTS
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -90,7 +91,7 @@ def place(
     *,
     P: int = 16,
     M: int = 20,
-    layout: Layout = "token_major",
+    layout: Layout = LAYOUTS[0],
     window: int | None = None,
     seed: int = 0,
 ) -> Placed:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxkv.testing.attention import Attention, attend
 from jaxkv.testing.batches import naive_attention, place, random_batch
-from jaxkv.testing.layouts import stored
+from jaxkv.testing.layouts import by_tokens, stored
 from pallas_kernels import (
     AnyPages,
     ChannelPages,
@@ -55,7 +55,12 @@ def check_pages(
       AssertionError: a value is wrong.
 
     Example:
-      `check_pages(lambda n: Pages(kv=jnp.full((n, 8, 4, 16), jnp.nan)), tolerance=0)`
+      A pool of `Pages` with P = 8, K = 2 and D = 16:
+
+        def empty(num_pages):
+            return Pages(kv=jnp.full((num_pages, 4, 8, 16), jnp.nan), layout="head_major")
+
+        check_pages(empty, tolerance=0)
     """
     write = write or write_whole_pages
     ids, others, pages = [7, 2, 5], [0, 1, 3, 4, 6, 8], empty(9)
@@ -121,8 +126,8 @@ def check_attention_over(
         for row, n in zip(np.asarray(placed.page_table), placed.kv_lens.tolist(), strict=True)
     ]
     used = np.unique(np.concatenate(rows)).tolist()
-    kv = np.nan_to_num(np.asarray(placed.pages.kv))[used].reshape(-1, P, K, 2, D)
-    pages = write(empty(placed.pages.num_pages), kv, used)
+    kv = by_tokens(np.nan_to_num(np.asarray(placed.pages.kv))[used], placed.pages.layout)
+    pages = write(empty(placed.pages.num_pages), kv.reshape(-1, P, K, 2, D), used)
     values = decoded(pages)
     flat = [
         values[row].reshape(-1, K, 2, D)[: len(k)] for row, k in zip(rows, batch.keys, strict=True)

@@ -10,11 +10,12 @@ import pytest
 
 from jaxkv.testing import CASES, check_attention
 from pallas_kernels import ragged_paged_attention
+from pallas_kernels.pages import LAYOUTS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "check_a_backend.py"
 reference = partial(ragged_paged_attention, backend="reference")
 # A few cases that compile fast.
-FEW = ("every length, mixed, token_major", "window of 17", "sinks of decode")
+FEW = (f"every length, mixed, {LAYOUTS[0]}", "window of 17", "sinks of decode")
 
 
 def few(case) -> bool:

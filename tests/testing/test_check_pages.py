@@ -13,7 +13,7 @@ from pallas_kernels import Pages
 
 
 def floats(num_pages: int, kind: type[Pages] = Pages) -> Pages:
-    return kind(kv=jnp.full((num_pages, 8, 4, 16), jnp.nan))
+    return kind(kv=jnp.full((num_pages, 4, 8, 16), jnp.nan), layout="head_major")
 
 
 def test_pages_of_floats_pass_without_any_error():
