@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for platform in ("gpu", "tpu"):
         marked = [item for item in items if item.get_closest_marker(platform)]
         if marked and jax.default_backend() != platform:
-            skip = pytest.mark.skip(reason=f"JAX runs on {jax.default_backend()} here")
+            here = jax.default_backend()
+            skip = pytest.mark.skip(reason=f"needs a {platform.upper()}; JAX runs on {here} here")
             for item in marked:
                 item.add_marker(skip)
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 
+from jaxkv.engine import SamplingParams
+from jaxkv.engine.sampling import SamplingInputs, pack_controls, sample
 from jaxkv.models import rope
 from jaxkv.models.config import RopeConfig
 from jaxkv.testing import assert_attention, place, random_batch
@@ -96,3 +98,18 @@ class Variants(chex.TestCase):
         turned = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * angles)
         want = np.concatenate([turned.real, turned.imag], axis=-1)
         chex.assert_trees_all_close(got, want, rtol=0, atol=4e-4)
+
+    @every_form
+    def test_sampling_draws_the_same_tokens_and_the_most_likely_at_temperature_0(self):
+        logits = RNG(5).standard_normal((4, 16)).astype(np.float32)
+        rows = [SamplingParams(temperature=t, seed=s) for t, s in ((0, 0), (0, 1), (1, 2), (1, 3))]
+        controls = jnp.asarray(np.stack([pack_controls(row) for row in rows]))
+        inputs = SamplingInputs.unpack(controls, jnp.zeros((4, 2), jnp.uint8), jnp.asarray(False))
+        found = self.variant(sample)(jnp.asarray(logits), inputs)
+        tokens = np.asarray(found.token)
+        chex.assert_trees_all_equal(tokens[:2], logits[:2].argmax(axis=-1).astype(np.int32))
+        chex.assert_trees_all_equal(found.token, sample(jnp.asarray(logits), inputs).token)
+        wide = logits.astype(np.float64)
+        logprobs = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+        want = logprobs[np.arange(4), tokens]
+        chex.assert_trees_all_close(found.logprob, want, rtol=1e-7, atol=1e-5)
