@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.testing.layouts import by_tokens
 from pallas_kernels import (
     ChannelPages,
     Pages,
@@ -16,7 +18,6 @@ from pallas_kernels import (
     write_pages,
 )
 from pallas_kernels.pages import LAYOUTS, by_layout, pool_shape
-from tests.kernels.layouts import by_tokens
 
 B, H, K, D, P, M = 4, 8, 2, 64, 16, 8
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -107,11 +108,11 @@ def test_pages_past_2_to_the_31_elements_are_written_copied_and_read(layout):
         for (at, offset), t in where.items():
             if at == page:
                 want[offset, 0::2], want[offset, 1::2] = k[t], v[t]
-        np.testing.assert_array_equal(held, want)
+        chex.assert_trees_all_equal(held, want)
 
     q = jnp.asarray(rng.standard_normal((1, K, D)), jnp.bfloat16)
     table, one = jnp.asarray([[last - 2]], jnp.int32), jnp.asarray([1], jnp.int32)
     starts = jnp.asarray([0, 1], jnp.int32)
     for backend in ("reference", "xla"):
         out = ragged_paged_attention(q, pages, table, one, starts, scale=1.0, backend=backend)
-        np.testing.assert_array_equal(out[0], v[1])
+        chex.assert_trees_all_equal(out[0], v[1])
