@@ -51,26 +51,62 @@ def stored_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
 class StepInputs:
     """One step over T query tokens of B sequences, concatenated; padding comes last.
 
+    A layer group may have fewer tokens of a sequence than the sequence has, since a compression
+    method dropped some. The others stand in the group's pages one after the other.
+
     Attributes:
-      tokens: `[T]` int32 token ids; anything in padding rows.
-      kv_lens: `[B]` int32, tokens in the cache after this step; 0 for an unused row.
-      query_starts: `[B + 1]` int32, first row of each sequence; `query_starts[B]` on is padding.
+      tokens: `[T]` int32 token ids; a padding row may hold anything.
+      seq_lens: `[B]` int32, tokens of each sequence after this step, dropped ones included. They
+        give the positions of the query tokens. 0 for an unused row.
+      query_starts: `[B + 1]` int32, first row of each sequence; rows from `query_starts[B]` on are
+        padding.
       page_tables: for each layer group `[B, M]` int32, logical page to physical page.
-      dropped: `[groups, B]` int32, how many of a sequence's tokens a layer group no longer has; the
-        rest stand in its pages one after the other. None where no group lacks any.
+      kv_lens: `[groups, B]` int32, tokens in the pages of each layer group after this step.
     """
 
     tokens: jax.Array
-    kv_lens: jax.Array
+    seq_lens: jax.Array
     query_starts: jax.Array
     page_tables: tuple[jax.Array, ...]
-    dropped: jax.Array | None = None
+    kv_lens: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        tokens: jax.Array,
+        seq_lens: jax.Array,
+        query_starts: jax.Array,
+        *page_tables: jax.Array,
+    ) -> "StepInputs":
+        """Makes the inputs of a step in which no layer group lacks a token.
+
+        Example: two sequences; the first one decodes its token 17, the second one computes its
+        first three tokens.
+
+            tokens = jnp.array([11, 21, 22, 23], jnp.int32)
+            seq_lens, query_starts = jnp.array([18, 3]), jnp.array([0, 1, 4])
+            step = StepInputs.of(tokens, seq_lens, query_starts, jnp.array([[5, 2], [7, 0]]))
+
+        Args:
+          tokens, seq_lens, query_starts: see `StepInputs`.
+          *page_tables: `[B, M]` int32 for each layer group.
+        """
+        kv_lens = jnp.broadcast_to(seq_lens, (len(page_tables), *seq_lens.shape))
+        return cls(
+            tokens=tokens,
+            seq_lens=seq_lens,
+            query_starts=query_starts,
+            page_tables=page_tables,
+            kv_lens=kv_lens,
+        )
 
     def places(self) -> tuple[jax.Array, jax.Array]:
         """Sequence `[T]` and position `[T]` of each row, int32; position < 0 marks padding."""
-        return Ragged(kv_lens=self.kv_lens, query_starts=self.query_starts).rows(
-            self.tokens.shape[0]
-        )
+        return self._rows(self.seq_lens)
+
+    def _rows(self, lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ragged = Ragged(kv_lens=lens, query_starts=self.query_starts)
+        return ragged.rows(self.tokens.shape[0])
 
     def filled_pages(
         self, groups: tuple[int, ...], page_size: int
@@ -81,9 +117,9 @@ class StepInputs:
           Page ids `[T // P + B]` int32 for each group, the same logical pages in all, and how many
           of them there are, an int32 scalar; what follows is padding.
         """
-        (T,), (B,) = self.tokens.shape, self.kv_lens.shape
+        (T,), (B,) = self.tokens.shape, self.seq_lens.shape
         query_lens = self.query_starts[1:] - self.query_starts[:-1]
-        before, after = (self.kv_lens - query_lens) // page_size, self.kv_lens // page_size
+        before, after = (self.seq_lens - query_lens) // page_size, self.seq_lens // page_size
         ends = jnp.cumsum(after - before, dtype=jnp.int32)
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         index = jnp.arange(T // page_size + B, dtype=jnp.int32)
@@ -91,10 +127,6 @@ class StepInputs:
         place = before[seq] + index - starts[seq]
         tables = (self.page_tables[group] for group in groups)
         return tuple(table.at[seq, place].get(mode="clip") for table in tables), starts[-1]
-
-    def lens(self, group: int) -> jax.Array:
-        """`[B]` int32, the tokens that are in the pages of a group after this step."""
-        return self.kv_lens if self.dropped is None else self.kv_lens - self.dropped[group]
 
     def apart(self, groups: range) -> tuple["StepInputs", jax.Array]:
         """The step as a layer sees it whose K KV heads have pages and lengths of their own: each
@@ -116,23 +148,20 @@ class StepInputs:
         own = begins[seq] + (row - starts[seq])[:, None]
         rows = jnp.where((position < 0)[:, None], K * row[:, None] + heads[None], own)
         tables = jnp.stack([self.page_tables[group] for group in groups], axis=1)
-        lens = jnp.stack([self.lens(group) for group in groups], axis=1)
-        step = StepInputs(
-            tokens=jnp.zeros(T * K, jnp.int32),
-            kv_lens=lens.reshape(-1),
-            query_starts=jnp.concatenate([begins.reshape(-1), K * starts[-1:]]),
-            page_tables=(tables.reshape(-1, tables.shape[2]),),
+        step = StepInputs.of(
+            jnp.zeros(T * K, jnp.int32),
+            self.kv_lens[groups.start : groups.stop].T.reshape(-1),
+            jnp.concatenate([begins.reshape(-1), K * starts[-1:]]),
+            tables.reshape(-1, tables.shape[2]),
         )
         return step, rows
 
     def slots(self, group: int, page_size: int) -> jax.Array:
         """`[T]` int32, the slot of each row in a group; 0, of the null page, for padding."""
-        seq, position = self.places()
-        if self.dropped is not None:
-            position = position - self.dropped[group][seq]
+        seq, place = self._rows(self.kv_lens[group])
         table = self.page_tables[group]
-        page = table[seq, jnp.clip(position // page_size, 0, table.shape[1] - 1)]
-        return jnp.where(position < 0, 0, page * page_size + position % page_size)
+        page = table[seq, jnp.clip(place // page_size, 0, table.shape[1] - 1)]
+        return jnp.where(place < 0, 0, page * page_size + place % page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +263,7 @@ def _update_and_attend_apart(
         cache = write(cache, layer, by_head(k), by_head(v), step.slots(0, cache.page_size))
     pages, table = cache.layers[layer], step.page_tables[0]
     out = pallas_kernels.ragged_paged_attention(
-        by_head(q), pages, table, step.kv_lens, step.query_starts, **options
+        by_head(q), pages, table, step.kv_lens[0], step.query_starts, **options
     )
     assert isinstance(out, jax.Array)
     return out[rows].reshape(T, H, D), cache
@@ -279,7 +308,7 @@ def _attend(
             q,
             cache.layers[index],
             step.page_tables[cache.groups[index]],
-            step.lens(cache.groups[index]),
+            step.kv_lens[cache.groups[index]],
             step.query_starts,
             sinks=sinks,
             keys=keys,

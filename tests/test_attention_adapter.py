@@ -49,11 +49,11 @@ def test_no_value_of_k_or_v_makes_an_output_of_codes_other_than_finite(name, val
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((20, heads, D)).astype(np.float32) for heads in (H, K, K))
     k[13, 0, 3] = v[11, 1, 2] = HARD[value]
-    step = StepInputs(
-        tokens=jnp.zeros(20, jnp.int32),
-        kv_lens=jnp.array([20], jnp.int32),
-        query_starts=jnp.array([0, 20], jnp.int32),
-        page_tables=(jnp.array([[5, 2, 7]], jnp.int32),) * groups,
+    step = StepInputs.of(
+        jnp.zeros(20, jnp.int32),
+        jnp.array([20], jnp.int32),
+        jnp.array([0, 20], jnp.int32),
+        *[jnp.array([[5, 2, 7]], jnp.int32)] * groups,
     )
     out, _ = update_and_attend(
         init_cache(spec),
@@ -66,12 +66,12 @@ def test_no_value_of_k_or_v_makes_an_output_of_codes_other_than_finite(name, val
     assert np.isfinite(out).all()
 
 
-def step_of(kv_lens: list[int], query_lens: list[int], tables: list[np.ndarray], T: int):
-    return StepInputs(
-        tokens=jnp.zeros(T, jnp.int32),
-        kv_lens=jnp.array(kv_lens, jnp.int32),
-        query_starts=jnp.array(np.cumsum([0, *query_lens]), jnp.int32),
-        page_tables=tuple(jnp.asarray(table, jnp.int32) for table in tables),
+def step_of(seq_lens: list[int], query_lens: list[int], tables: list[np.ndarray], T: int):
+    return StepInputs.of(
+        jnp.zeros(T, jnp.int32),
+        jnp.array(seq_lens, jnp.int32),
+        jnp.array(np.cumsum([0, *query_lens]), jnp.int32),
+        *[jnp.asarray(table, jnp.int32) for table in tables],
     )
 
 

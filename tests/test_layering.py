@@ -28,7 +28,13 @@ ANY = ("*",)
 ARRAYS = ("jax", "jaxlib", "ml_dtypes", "numpy")
 CHECKPOINTS = ("flax", "gguf", "jinja2", "optax", "orbax", "safetensors", "tokenizers", "tqdm")
 # Plain Python that every package of jaxkv may import. They import only each other.
-LEAVES = ("jaxkv.config_keys", "jaxkv.kept_pages", "jaxkv.kv_format", "jaxkv.printable")
+LEAVES = (
+    "jaxkv.config_keys",
+    "jaxkv.errors",
+    "jaxkv.kept_pages",
+    "jaxkv.kv_format",
+    "jaxkv.printable",
+)
 # What a model may import: the cache and the engine, not the commands and the analysis.
 LIBRARY = (
     "jaxkv.attention",
@@ -54,7 +60,7 @@ class Rule:
 # so that a new package says where it stands. `jaxkv` alone is the package's own __init__.
 RULES = {
     "pallas_kernels": Rule(ours=(), outside=ARRAYS),
-    "jaxkv": Rule(ours=("jaxkv", "pallas_kernels"), outside=ARRAYS),
+    "jaxkv": Rule(ours=("jaxkv",), outside=()),
     **dict.fromkeys(LEAVES, Rule(ours=LEAVES, outside=())),
     "jaxkv.cache": Rule(ours=("pallas_kernels",), outside=ARRAYS),
     "jaxkv.attention": Rule(ours=("jaxkv.cache", "pallas_kernels"), outside=ARRAYS),
@@ -68,8 +74,10 @@ RULES = {
     "jaxkv.engine": Rule(
         ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress"), outside=ARRAYS
     ),
+    "jaxkv.conversation": Rule(ours=("jaxkv.models",), outside=()),
+    "jaxkv.llm": Rule(ours=(*LIBRARY, "jaxkv.conversation"), outside=(*ARRAYS, "tqdm")),
     # Importable only with the extra `eval`.
-    "jaxkv.models.harness": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
+    "jaxkv.models.lm_eval_model": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
     "jaxkv.models": Rule(ours=LIBRARY, outside=ARRAYS + CHECKPOINTS),
     "jaxkv.cli": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),
     "scripts": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),

@@ -60,6 +60,8 @@ def check_choice(choice: str | KVFormat) -> None:
     if isinstance(choice, str):
         parse_choice(choice)
         return
+    if isinstance(choice, type):
+        raise ValueError(f"a KV format must be an object, got the class {choice.__name__}")
     name = choice.name  # pages are shared, exported and imported by it
     if not isinstance(name, str) or re.fullmatch(r"[\w.@-]+", name) is None:
         raise ValueError(f"the name of a KV format must be letters, digits and _.@-, got {name!r}")

@@ -64,7 +64,6 @@ def check_tables(
     query_lens: np.ndarray,
     pools: Sequence[Holders],
     spec: CacheSpec,
-    dropped: np.ndarray | None = None,
 ) -> None:
     """Checks that a step may read and write through its page tables.
 
@@ -74,19 +73,17 @@ def check_tables(
 
     Args:
       page_tables: for each layer group `[B, M]` int32.
-      kv_lens: `[B]` int32, tokens in the cache after the step.
+      kv_lens: `[groups, B]` int32, tokens in the pages of each group after the step.
       query_lens: `[B]` int32, how many of them the step writes.
       pools: who holds what, one a layer group.
       spec: of the cache.
-      dropped: `[groups, B]` int32, tokens that a group no longer has; None for none.
 
     Raises:
       ValueError: naming group, sequence and page.
     """
-    for group, (table, pool) in enumerate(zip(page_tables, pools, strict=True)):
+    for group, (table, lens, pool) in enumerate(zip(page_tables, kv_lens, pools, strict=True)):
         readers: dict[int, list[int]] = {}
         written: dict[int, int] = {}
-        lens = kv_lens if dropped is None else kv_lens - dropped[group]
         for b, (row, length, queries) in enumerate(zip(table, lens, query_lens, strict=True)):
             where = f"group {group}, sequence {b}"
             first_query = int(length) - int(queries)

@@ -17,7 +17,7 @@ from jaxkv.cache import (
     group_pages,
     layer_pages,
 )
-from jaxkv.compress import kept_layers
+from jaxkv.compress.compression import kept_layers
 from jaxkv.engine.config import EngineConfig
 from jaxkv.engine.model import DecodeModel
 

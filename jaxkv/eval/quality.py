@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv.cache import choose_formats
 from jaxkv.engine.model import DecodeModel
-from jaxkv.eval.paged_text import OnChunk, Reading, Setting, TextFunctions, nothing, read
+from jaxkv.eval.paged_text import OnChunk, Reading, Setting, TextFunctions, ignore, read
 
 LOGIT_ROWS = 64  # at once: those of a chunk would be larger than the model
 
@@ -49,7 +49,7 @@ def measure(
     page_size: int,
     context: int = 0,
     chunk: int = 64,
-    on_chunk: OnChunk = nothing,
+    on_chunk: OnChunk = ignore,
 ) -> dict[str, Quality]:
     """Measures caches on a text, beside one of float32.
 

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from jaxkv.errors import JaxkvError
 
-class LedgerError(ValueError):
+
+class LedgerError(JaxkvError):
     """A model, a format or a size that the ledger cannot take.
 
     The message is one line and names the key, format or argument at fault.

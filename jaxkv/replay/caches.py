@@ -16,7 +16,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from jaxkv.prefix import POLICIES, Namespace, PagePool, PageTables, PrefixIndex
+from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex
 from jaxkv.prefix.node import TOKEN
 from jaxkv.replay.errors import ReplayError
 
@@ -90,22 +90,6 @@ class Forgetful:
         return Served(0, 0, 0)
 
 
-class CountingIndex(PrefixIndex):
-    """A radix index that counts the pages that evictions free.
-
-    Attributes:
-      freed_pages: pages freed since it was last set to 0.
-    """
-
-    freed_pages = 0
-
-    def evict(self, group: int, num_pages: int) -> int:
-        """See PrefixIndex."""
-        freed = super().evict(group, num_pages)
-        self.freed_pages += freed
-        return freed
-
-
 class Radix:
     """The radix index, the page tables and the page pool of the engine.
 
@@ -116,8 +100,8 @@ class Radix:
     def __init__(self, capacity: int, page_size: int, eviction: str, *, exact: bool):
         pool = PagePool(-(-capacity // page_size) + 1)
         self._clock = 0
-        self.index = CountingIndex(
-            [pool], page_size, policy=POLICIES[eviction](), clock=lambda: float(self._clock)
+        self.index = PrefixIndex(
+            [pool], page_size, eviction=eviction, clock=lambda: float(self._clock)
         )
         self._tables = PageTables(
             [pool], page_size, max_sequences=1, max_pages=pool.capacity, index=self.index
@@ -127,7 +111,8 @@ class Radix:
     def serve(self, prompt: bytes, answer: bytes) -> Served:
         """See PrefixCache."""
         self._clock += 1
-        self.index.freed_pages = 0
+        counters = self.index.counters
+        freed_before = counters.freed_pages
         tables, P, namespace = self._tables, self._page_size, Namespace()
         computed = (prompt + answer)[:-TOKEN]
         if -(-len(computed) // (P * TOKEN)) > self._pool.capacity:
@@ -141,7 +126,8 @@ class Radix:
         tables.close(row)
         if not self._exact:
             matched -= matched % P
-        return Served(matched, self.index.freed_pages * P, self._pool.num_cached * P)
+        evicted = counters.freed_pages - freed_before
+        return Served(matched, evicted * P, self._pool.num_cached * P)
 
     def _whole(self, tokens: bytes) -> bytes:
         size = self._page_size * TOKEN
@@ -180,13 +166,13 @@ class PageHash:
             self._order.hold(key)
         evicted = max(0, needed - pool.num_free)
         for _ in range(evicted):
-            pool.drop([self._pages.pop(self._order.victim())])
+            pool.unmark_indexed([self._pages.pop(self._order.victim())])
         taken = pool.acquire(needed)
         for key, page in zip(keys[len(found) :], taken, strict=False):
             # It may be known: a later page of a prefix whose middle was evicted.
             if key not in self._pages:
                 self._pages[key] = page
-                pool.keep([page])
+                pool.mark_indexed([page])
         pool.release(held + taken)
         for key in reversed(keys):
             self._order.release(key)

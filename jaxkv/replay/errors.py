@@ -1,7 +1,9 @@
 """The exceptions that a user of the simulators meets."""
 
+from jaxkv.errors import JaxkvError
 
-class ReplayError(ValueError):
+
+class ReplayError(JaxkvError):
     """A trace or a setting that cannot be replayed; the message is one line."""
 
 

@@ -75,12 +75,12 @@ class Held:
 
 def check(rows: list[list[int]], kv_lens: list[int], query_lens: list[int], *held: int) -> None:
     table = np.array(rows, np.int32)
-    check_tables([table], np.array(kv_lens), np.array(query_lens), [Held(*held)], SPEC)
+    check_tables([table], np.array([kv_lens]), np.array(query_lens), [Held(*held)], SPEC)
 
 
 def test_a_page_behind_the_window_may_be_gone_and_one_inside_may_not():
     everything, window = np.array([[1, 2, 3]]), np.array([[0, 2, 3]])  # a window of 4
-    lengths = np.array([20]), np.array([3])
+    lengths = np.array([[20]] * 2), np.array([3])
     check_tables([everything, window], *lengths, [Held(1, 2, 3)] * 2, SPEC)
     with pytest.raises(ValueError, match="group 0, sequence 0: page 0 of its tokens is the null"):
         check_tables([window, window], *lengths, [Held(1, 2, 3)] * 2, SPEC)

@@ -72,7 +72,7 @@ def test_ledger_rows_are_of_each_model_context_batch_and_format(run):
     )  # fmt: skip
     rows = rows_of(out)
     assert (code, len(rows)) == (0, 2 * 3 * 2 * 2)
-    assert err == "note: llama-2-7b: was made for 4,096 tokens, and not for more\n"
+    assert err == "note: llama-2-7b: was made for at most 4,096 tokens\n"
     assert all(row.keys() >= ROW for row in rows)
     (one,) = [
         row
@@ -204,7 +204,7 @@ def test_plan_says_how_much_is_missing_where_nothing_fits(run):
 
 
 def test_a_plan_beyond_the_context_that_a_model_was_made_for_says_so(run):
-    note = "note: llama-2-7b: was made for 4,096 tokens, and not for more"
+    note = "note: llama-2-7b: was made for at most 4,096 tokens"
     arguments = ["--model", "llama-2-7b", "--memory", "80GB", "--context"]
     assert note not in run(plan, *arguments, "4k")[1]
     assert note in run(plan, *arguments, "8k")[1]

@@ -26,7 +26,7 @@ def slow_but(fast: tuple[str, ...], names: tuple[str, ...]) -> list:
 
 
 def compression(method: str, budget: str = "0.75", interval: int | None = None) -> Compression:
-    return Compression(method=method, budget=Budget.parse(budget), interval=interval)
+    return Compression(method=method, budget=budget, interval=interval)
 
 
 def engine_of(
@@ -53,8 +53,9 @@ def watch(engine: CheckedEngine, request: Request) -> tuple[Completion, list]:
     (sequence,) = engine._sequences.values()
     while engine.has_work:
         engine.step()
-        if sequence.kept is not None and (not kept or sequence.kept is not kept[-1]):
-            kept.append(sequence.kept)
+        drop = sequence.drop
+        if drop.kept is not None and (not kept or drop.kept is not kept[-1]):
+            kept.append(drop.kept)
     return completion, kept
 
 
@@ -69,8 +70,7 @@ def check_against_naive(tiny: Tiny, method: str) -> None:
     completion, (kept,) = watch(engine_of(tiny, method), asked())
     num_layers = len(kept.counts)
     keep = int(0.75 * CONTEXT)
-    score_method = compression(method).score_method()
-    budgets = score_method.budgets(num_layers, CONTEXT, keep) if score_method.by_layer else None
+    budgets = compression(method).score_method().budgets(num_layers, CONTEXT, keep)
     choose = chooser(method, lambda n: keep, budgets)
     tokens = [*PROMPT, *completion.tokens]
     logits, stayed = decode_dropping(tiny.decoder, tokens, [CONTEXT], choose)
@@ -109,7 +109,7 @@ def test_tokens_are_dropped_again_after_every_so_many(mixed: Tiny, method, budge
         engine_of(mixed, method, budget, interval), asked(max_new_tokens=n, context=None)
     )
     boundaries = list(range(len(PROMPT), len(PROMPT) + n - 1, interval))
-    keep = Budget.parse(budget).keep
+    keep = Budget(budget).keep
     tokens = [*PROMPT, *completion.tokens]
     logits, stayed = decode_dropping(mixed.decoder, tokens, boundaries, chooser(method, keep))
     assert [positions(one) for one in kept] == [list(step) for step in zip(*stayed, strict=True)]

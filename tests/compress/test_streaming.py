@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import CacheSpec, LayerSpec, choose_formats, init_cache
-from jaxkv.compress import Budget, Compression
+from jaxkv.compress import Compression
 from jaxkv.engine import Engine, EngineConfig, Request
 from jaxkv.models.decoder import Decoder
 from tests.engine.disturbances import logit_bits, preempt_at
@@ -20,7 +20,7 @@ SINKS = {"streaming_llm": 4, "sliding_window": 0}
 
 
 def compression(method: str, tokens: int) -> Compression:
-    return Compression(method=method, budget=Budget.parse(str(tokens)))
+    return Compression(method=method, budget=tokens)
 
 
 def engine_of(tiny: Tiny, method: str, tokens: int = 24, **options) -> CheckedEngine:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import choose_formats
-from jaxkv.compress import Budget, Compression
+from jaxkv.compress import Compression
 from jaxkv.engine import Request
 from jaxkv.eval import Setting, kv_ranges, measure
 from jaxkv.models.loading import load_model
@@ -18,7 +18,7 @@ TEXT = Path(__file__).resolve().parents[3] / "shared" / "text" / "persuasion.txt
 
 
 def setting(model, kv_format: str, method: str | None = None, budget: str = "0.5") -> Setting:
-    chosen = None if method is None else Compression(method=method, budget=Budget.parse(budget))
+    chosen = None if method is None else Compression(method=method, budget=budget)
     return Setting(formats=choose_formats(kv_format, model.layers), compression=chosen)
 
 

@@ -113,11 +113,11 @@ class Runner:
             rows = np.full(self.T, garbage, np.int32)
             rows[:n] = tokens[start : start + n]
             start += n
-            inputs = StepInputs(
-                tokens=jnp.asarray(rows),
-                kv_lens=jnp.array([start], jnp.int32),
-                query_starts=jnp.array([0, n], jnp.int32),
-                page_tables=tables,
+            inputs = StepInputs.of(
+                jnp.asarray(rows),
+                jnp.array([start], jnp.int32),
+                jnp.array([0, n], jnp.int32),
+                *tables,
             )
             logits, cache = self.step(self.state, cache, inputs)
             out.append(np.array(logits)[:n])

@@ -61,11 +61,11 @@ def paged_logits(
         chunks = [row[i : i + n] for row, i, n in zip(ids, done, counts, strict=True)]
         done = done + counts
         tokens = np.concatenate(chunks)
-        inputs = StepInputs(
-            tokens=jnp.asarray(np.pad(tokens, (0, budget - len(tokens)))),
-            kv_lens=jnp.asarray(np.where(counts > 0, done, 0), jnp.int32),
-            query_starts=jnp.asarray([0, *ends], jnp.int32),
-            page_tables=tables,
+        inputs = StepInputs.of(
+            jnp.asarray(np.pad(tokens, (0, budget - len(tokens)))),
+            jnp.asarray(np.where(counts > 0, done, 0), jnp.int32),
+            jnp.asarray([0, *ends], jnp.int32),
+            *tables,
         )
         logits, cache = step(model.params, cache, inputs)
         for rows, new in zip(found, np.split(np.asarray(logits), ends), strict=False):

@@ -16,7 +16,7 @@ from lm_eval.api.registry import register_model  # pyright: ignore[reportMissing
 from tqdm import tqdm
 
 from jaxkv.cache import KVRanges
-from jaxkv.compress import Budget, Compression
+from jaxkv.compress import Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError
 from jaxkv.eval import HarnessModel
 from jaxkv.kv_format import preferred_page_size
@@ -65,8 +65,7 @@ class JaxkvLM(LM):
             raise RequestError("method and budget go together: what is dropped, and what is kept")
         compression = None
         if method is not None:
-            kept = Budget.parse(str(budget))
-            compression = Compression(method=method, budget=kept, interval=interval)
+            compression = Compression(method=method, budget=str(budget), interval=interval)
         loaded = load_model(model)
         tokenizer = loaded.require_tokenizer()
         config = EngineConfig(
