@@ -42,6 +42,7 @@ LIBRARY = (
     "jaxkv.compress",
     "jaxkv.engine",
     "jaxkv.eval",
+    "jaxkv.model",
     "jaxkv.models",
     "jaxkv.prefix",
     "pallas_kernels",
@@ -64,15 +65,24 @@ RULES = {
     **dict.fromkeys(LEAVES, Rule(ours=LEAVES, outside=())),
     "jaxkv.cache": Rule(ours=("pallas_kernels",), outside=ARRAYS),
     "jaxkv.attention": Rule(ours=("jaxkv.cache", "pallas_kernels"), outside=ARRAYS),
+    "jaxkv.model": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
     "jaxkv.ledger": Rule(ours=(), outside=("numpy",)),
     "jaxkv.prefix": Rule(ours=(), outside=("numpy",)),
     "jaxkv.replay": Rule(ours=("jaxkv.prefix", "jaxkv.ledger"), outside=("numpy",)),
-    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
+    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.model"), outside=ARRAYS),
     "jaxkv.eval": Rule(
-        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine"), outside=ARRAYS
+        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine", "jaxkv.model"),
+        outside=ARRAYS,
     ),
     "jaxkv.engine": Rule(
-        ours=("jaxkv.cache", "jaxkv.prefix", "jaxkv.attention", "jaxkv.compress"), outside=ARRAYS
+        ours=(
+            "jaxkv.cache",
+            "jaxkv.prefix",
+            "jaxkv.attention",
+            "jaxkv.compress",
+            "jaxkv.model",
+        ),
+        outside=ARRAYS,
     ),
     "jaxkv.conversation": Rule(ours=("jaxkv.models",), outside=()),
     "jaxkv.llm": Rule(ours=(*LIBRARY, "jaxkv.conversation"), outside=(*ARRAYS, "tqdm")),

@@ -32,8 +32,8 @@ class EngineConfig:
         the greatest length need, but not more than fit in `pool_bytes`.
       pool_bytes: largest size of the cache if `pool_tokens` is None.
       max_length: longest sequence in tokens, prompt and answer. None takes the model's limit.
-      kv_format: how K and V are stored: the name of a format, or several by layer such as
-        `kivi4,window=bf16`, or a format of your own (see `jaxkv.cache.choose_formats`).
+      kv_format: how K and V are stored: the name of a format of `jaxkv.cache`, or several by layer
+        such as `kivi4,window=bf16`, or a format of your own (see `jaxkv.cache.choose_formats`).
       kv_ranges: measured ranges of the model's K and V, for formats with fixed scales.
       compression: which tokens are dropped from the cache, and when. None keeps all.
       deterministic: the logits of a sequence have the same bits whatever else is in the batch,

@@ -16,10 +16,8 @@ from jaxkv.cache import (
     export_pages,
     format_id,
     get_format,
-    group_pages,
     import_pages,
     init_cache,
-    layer_pages,
     rotate,
 )
 from jaxkv.cache.rotation import hadamard
@@ -166,14 +164,7 @@ def test_a_format_of_ones_own_is_that_of_all_layers():
     formats = choose_formats(Int2(), LAYERS)
     assert formats == (Int2(),) * 5
     assert format_id(formats) == "int2"
-    groups = group_pages(layer_pages(LAYERS, formats))
-    spec = CacheSpec(
-        layers=LAYERS,
-        page_size=16,
-        num_pages=(3,) * len(groups),
-        formats=formats,
-        layout="head_major",
-    )
+    spec = CacheSpec.plan(LAYERS, formats, page_size=16, num_tokens=32)
     assert spec.nbytes == sum(x.nbytes for x in jax.tree.leaves(init_cache(spec)))
 
 
@@ -224,13 +215,12 @@ def spec_of(text: str, num_tokens: int, head_dim: int = 64) -> CacheSpec:
     """A cache with the pages of one sequence, a tail page at least, and the null pages."""
     layers = tuple(LayerSpec(kv_heads=3, head_dim=head_dim) for _ in range(2))
     formats, P = choose_formats(text, layers), preferred_page_size(text)
-    groups = group_pages(layer_pages(layers, formats))
-    return CacheSpec(
-        layers=layers,
+    return CacheSpec.plan(
+        layers,
+        formats,
         page_size=P,
-        num_pages=tuple(max(1, group.num_kept(num_tokens, P)) + 1 for group in groups),
-        formats=formats,
-        layout="head_major",
+        num_tokens=num_tokens,
+        most_pages=lambda group: max(1, group.num_kept(num_tokens, P)),
     )
 
 
@@ -313,6 +303,6 @@ def test_exported_pages_come_back_with_their_parameters(name):
     for group in range(len(spec.groups)):
         ids = jnp.array([1, 0])
         back = import_pages(init_cache(spec), group, ids, export_pages(cache, group, ids))
-        for index in cache.layers_of(group):
+        for index in spec.groups[group].members:
             for field, array in cache.layers[index].paged.items():
                 np.testing.assert_array_equal(back.layers[index].paged[field][:2], array[:2])

@@ -1,5 +1,7 @@
 """Sizes and groups of a cache's static description."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
@@ -11,9 +13,7 @@ from jaxkv.cache import (
     LayerSpec,
     choose_formats,
     get_format,
-    group_pages,
     init_cache,
-    layer_pages,
 )
 from jaxkv.kv_format import FORMATS
 from pallas_kernels import Pages
@@ -32,7 +32,7 @@ LAYERS = st.lists(
 
 
 def groups_of(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
-    return group_pages(layer_pages(layers, choose_formats("f32", layers)))
+    return CacheSpec.plan(layers, choose_formats("f32", layers), page_size=8, num_tokens=8).groups
 
 
 @settings(deadline=None, max_examples=15)
@@ -45,15 +45,9 @@ def groups_of(layers: tuple[LayerSpec, ...]) -> tuple[LayerGroup, ...]:
 )
 def test_nbytes_is_the_sum_of_the_bytes_on_the_device(layers, page_size, name, layout, data):
     formats = choose_formats(name, layers)
-    groups = group_pages(layer_pages(layers, formats))
-    num_pages = data.draw(st.tuples(*[st.integers(2, 4)] * len(groups)))
-    spec = CacheSpec(
-        layers=layers,
-        page_size=page_size,
-        num_pages=num_pages,
-        formats=formats,
-        layout=layout,
-    )
+    plan = CacheSpec.plan(layers, formats, page_size=page_size, num_tokens=page_size)
+    num_pages = data.draw(st.tuples(*[st.integers(2, 4)] * len(plan.groups)))
+    spec = replace(plan, num_pages=num_pages, layout=layout)
     cache = init_cache(spec)
     assert spec.nbytes == sum(x.nbytes for pages in cache.layers for x in pages.paged.values())
     for g, group in enumerate(spec.groups):

@@ -207,7 +207,7 @@ def test_shared_pages_stay_as_they_are_and_a_second_request_hits_them(mixed: Tin
     engine = engine_of(mixed, "knorm", "0.5", deterministic=True)
     first = run(engine, asked())
     assert engine.index is not None
-    group = engine.cache.groups[0]
+    (group,) = engine.cache.groups_of(0)
 
     def pages() -> list[np.ndarray]:
         found = engine.index.hold(pack(PROMPT[: CONTEXT - 1]), engine.namespace())

@@ -9,14 +9,20 @@ import pytest
 
 from jaxkv.compress import (
     FORCED,
+    H2O,
     METHODS,
+    AdaKV,
     Budget,
     Compression,
+    ExpectedAttention,
+    Knorm,
     LayerTokens,
     PyramidKV,
     Queries,
     Random,
     ScoreMethod,
+    SnapKV,
+    StreamingLLM,
 )
 from jaxkv.compress.device import choose_in_layer
 from jaxkv.compress.kept import num_protected
@@ -98,6 +104,54 @@ def test_each_score_is_that_of_a_token_at_a_time_in_float64(name, n):
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "name, method",
+    [
+        ("snapkv", SnapKV(window=9, kernel_size=1)),
+        ("snapkv", SnapKV(window=20, kernel_size=7)),
+        ("snapkv", PyramidKV(window=20, kernel_size=3, beta=2)),
+        ("h2o", H2O(recent_part=0.3)),
+        ("expected_attention", ExpectedAttention(sink_tokens=2, future_positions=9)),
+    ],
+)
+def test_parameters_are_those_of_the_papers(name, method):
+    fields = {field: value for field, value in vars(method).items() if field != "beta"}
+    _, _, _, scores = scores_of(method, 70, 31)
+    want = naive_scores.SCORES[name](**tensors(70), cap=None, keep=31, turned=turned, **fields)
+    got = np.where(scores[:, :70] == np.float32(FORCED), np.inf, scores[:, :70])
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("safeguard", [0.0, 0.3, 1.0])
+def test_each_head_keeps_its_safeguard(safeguard):
+    stay = chosen(AdaKV(Knorm(), safeguard=safeguard), 70, 9)
+    assert stay == naive_scores.best_of_layer(naive_scores.knorm(tensors(70)["k"]), 9, safeguard)
+
+
+def test_a_steeper_pyramid_gives_the_last_layer_less():
+    flat, steep = (PyramidKV(beta=beta).budgets(3, 1000, 500) for beta in (1, 50))
+    assert flat == [500] * 3 and steep[-1] == 64 + 436 // 50
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SnapKV(window=0), "window must be an int of at least 1, got 0"),
+        (lambda: SnapKV(kernel_size=4), "kernel_size must be odd, got 4"),
+        (lambda: PyramidKV(beta=1.5), "beta must be an int"),
+        (lambda: H2O(recent_part=1.5), "recent_part must be a number from 0 to 1, got 1.5"),
+        (lambda: ExpectedAttention(future_positions=True), "future_positions must be an int"),
+        (lambda: AdaKV("knorm"), "method must be a ScoreMethod, got 'knorm'"),
+        (lambda: AdaKV(Knorm(), safeguard=-1), "safeguard must be a number from 0 to 1, got -1"),
+        (lambda: StreamingLLM(sink_tokens=-1), "sink_tokens must be an int of at least 0"),
+        (lambda: Random(seed="1"), "seed must be an int of at least 0, got '1'"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("name", ["tova", "snapkv", "h2o"])
 def test_weights_follow_a_soft_cap(name):
     _, _, _, scores = scores_of(name, 70, 30, cap=1.5)
@@ -115,7 +169,7 @@ def test_random_scores_depend_on_seed_length_layer_head_and_slot_alone():
     assert not np.array_equal(scores[:, :70], scores_of("random", 71, 30)[3][:, :70])
 
 
-def chosen(name: str, n: int, keep: int, spans=((0, 0),)) -> list[list[int]]:
+def chosen(name: str | ScoreMethod, n: int, keep: int, spans=((0, 0),)) -> list[list[int]]:
     method, layer, statistics, _ = scores_of(name, n, keep)
     positions = jnp.broadcast_to(layer.slots, layer.k.shape[:2])
     bounds = jnp.asarray(spans, jnp.int32)
