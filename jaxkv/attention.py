@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxkv.cache import KVCache, LayerSpec, Observed, seal, write
 from jaxkv.cache.rotation import rotate
+from pallas_kernels import Backend as Backend
 from pallas_kernels import KeyPart, merge_partials
 from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.attention.ragged import Ragged, owner
@@ -22,7 +23,7 @@ from pallas_kernels.codes import finite
 from pallas_kernels.gpus import not_hopper
 from pallas_kernels.pages import Layout
 
-BACKEND_NAMES = tuple(sorted(BACKENDS))
+BACKEND_NAMES = tuple(sorted(backend.name for backend in BACKENDS))
 ALL_KEYS = 1 << 29  # more than a sequence has, and far from overflow
 # D is stored as a multiple of it where kernels read K and V: half the lanes of a TPU's register (V
 # fills the other half), the rows of a GPU's product.
@@ -140,11 +141,12 @@ class AttentionBackend:
     """How attention is run; a static choice that never changes what is computed.
 
     Attributes:
-      name: a backend of `pallas_kernels.ragged_paged_attention`, or None for the platform's best.
+      name: a backend of `pallas_kernels.ragged_paged_attention` by its name, a `Backend` of your
+        own, or None for the platform's best.
       query_tile: fixed tile of query rows, for bits that do not depend on the batch; None picks.
     """
 
-    name: str | None = None
+    name: str | Backend | None = None
     query_tile: int | None = None
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import AttentionBackend, StepInputs
+from jaxkv.attention import AttentionBackend, Backend, StepInputs
 from jaxkv.cache import KVCache, LayerSpec, gather_dense, move_tokens, rotate
 from jaxkv.compress.method import FORCED, LayerTokens, Queries, ScoreMethod, Seen
 
@@ -122,7 +122,7 @@ class Compressor:
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, method: ScoreMethod, *, backend: str | None = None
+        self, model: Model, cache: KVCache, method: ScoreMethod, *, backend: str | Backend | None = None
     ):
         """Compiles nothing yet.
 

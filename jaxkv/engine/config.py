@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxkv.attention import BACKEND_NAMES
+from jaxkv.attention import BACKEND_NAMES, Backend
 from jaxkv.cache import PAGE_SIZES, KVRanges, check_choice
 from jaxkv.compress import Compression
 from jaxkv.engine.waiting import SCHEDULING
@@ -29,7 +29,8 @@ class EngineConfig:
       deterministic: a sequence's logits have the same bits whatever else is in the batch, however
         its prompt is cut into chunks, and, kivi formats aside, whatever the page size. Slower:
         small steps are padded, and no step has more than 64 tokens.
-      backend: attention backend, or None for the platform's best.
+      backend: name of an attention backend, a `Backend` of your own, or None for the platform's
+        best.
       prefix_cache: keep pages of requests that have ended, and share them with later ones that
         begin with the same tokens.
       eviction: which cached page goes first, a name of `jaxkv.prefix.POLICIES`.
@@ -46,7 +47,7 @@ class EngineConfig:
     kv_ranges: KVRanges | None = None
     compression: Compression | None = None
     deterministic: bool = False
-    backend: str | None = None
+    backend: str | Backend | None = None
     prefix_cache: bool = True
     eviction: str = "lru"
     scheduling: str = "lpm"
@@ -66,8 +67,10 @@ class EngineConfig:
             raise ValueError(
                 f"page_size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}, got {self.page_size}"
             )
-        if self.backend is not None and self.backend not in BACKEND_NAMES:
-            raise ValueError(f"backend must be None or of {BACKEND_NAMES}, got {self.backend!r}")
+        if not isinstance(self.backend, Backend) and self.backend not in (None, *BACKEND_NAMES):
+            raise ValueError(
+                f"backend must be None, a Backend or of {BACKEND_NAMES}, got {self.backend!r}"
+            )
         for name, known in (("eviction", tuple(POLICIES)), ("scheduling", SCHEDULING)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be of {known}, got {getattr(self, name)!r}")

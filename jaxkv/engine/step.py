@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import AttentionBackend, StepInputs
+from jaxkv.attention import AttentionBackend, Backend, StepInputs
 from jaxkv.cache import KVCache, copy_pages
 from jaxkv.compress import Compressor, ScoreMethod
 from jaxkv.engine.model import DecodeModel
@@ -230,7 +230,7 @@ class StepResult:
 class StepFunctions:
     """The compiled functions of one model: `run`, `copy`, `prompt_logprobs` and `compressor`'s."""
 
-    def __init__(self, model: DecodeModel, *, backend: str | None, deterministic: bool):
+    def __init__(self, model: DecodeModel, *, backend: str | Backend | None, deterministic: bool):
         min_rows = DETERMINISTIC_ROWS if deterministic else 1
 
         def step(
@@ -295,7 +295,7 @@ class StepFunctions:
             self._compressors[method.name] = compressor
         return self._compressors[method.name]
 
-    def check(self, model: DecodeModel, backend: str | None, deterministic: bool) -> None:
+    def check(self, model: DecodeModel, backend: str | Backend | None, deterministic: bool) -> None:
         """Raises ValueError where these are other functions than an engine needs."""
         if model is not self._model or (backend, deterministic) != self._choices:
             raise ValueError("steps of another model, backend or determinism cannot be shared")

@@ -1,6 +1,6 @@
-"""Ragged paged attention: the public call, its checks, and the choice of a backend.
+"""Ragged paged attention: the public call, its checks, and the list of backends.
 
-Not here: any arithmetic (see `reference` for what is computed, `xla` for how it is made fast).
+`reference` says what is computed; `xla`, `mosaic_gpu` and `mosaic_tpu` say how it is made fast.
 """
 
 import math
@@ -14,15 +14,26 @@ from pallas_kernels.attention import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.attention.options import AttentionOptions, KeyPart
 from pallas_kernels.attention.ragged import Ragged, SharedPrefixes
 from pallas_kernels.checks import FLOATS, check_pages, require, require_array
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantised_pages import AnyPages
 
-BACKENDS = {
-    "reference": reference.ragged_paged_attention,
-    "xla": xla.ragged_paged_attention,
-    "mosaic_gpu": mosaic_gpu.ragged_paged_attention,
-    "mosaic_tpu": mosaic_tpu.ragged_paged_attention,
-}
-PREFERENCE = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
+# In order of preference: the first one for the platform that takes the arguments runs.
+BACKENDS = (
+    Backend(
+        name="mosaic_gpu",
+        run=mosaic_gpu.ragged_paged_attention,
+        refusal=mosaic_gpu.refusal,
+        platforms=("gpu",),
+    ),
+    Backend(
+        name="mosaic_tpu",
+        run=mosaic_tpu.ragged_paged_attention,
+        refusal=mosaic_tpu.refusal,
+        platforms=("tpu",),
+    ),
+    Backend(name="xla", run=xla.ragged_paged_attention, platforms=("cpu", "gpu", "tpu")),
+    Backend(name="reference", run=reference.ragged_paged_attention),
+)
 
 
 def ragged_paged_attention(
@@ -40,7 +51,7 @@ def ragged_paged_attention(
     keys: KeyPart | None = None,
     shared: SharedPrefixes | None = None,
     return_lse: bool = False,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention of ragged queries over paged keys and values.
 
@@ -70,8 +81,9 @@ def ragged_paged_attention(
       shared: which sequences begin with the same pages; it changes no result but its last bits.
         `mosaic_gpu` then reads those pages once for all of them; other backends do not look at it.
       return_lse: also return the log of the softmax's denominator (sink included).
-      backend: `reference`, `xla`, `mosaic_gpu` or `mosaic_tpu` (see their `refusal` for what they
-        take), or None for the best on this platform that takes these arrays.
+      backend: `reference`, `xla`, `mosaic_gpu` or `mosaic_tpu`; or a `Backend` of your own; or
+        None for the best one on this platform that takes these arrays. Each backend's `refusal`
+        says what it does not take.
 
     Returns:
       `out [T, H, D]` in q's dtype, accumulated in float32; with `return_lse` also `lse [T, H]`
@@ -89,13 +101,10 @@ def ragged_paged_attention(
     options = AttentionOptions(
         scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile, keys=keys
     )
-    refusals = {
-        backend.__name__.rpartition(".")[2]: backend.refusal(q, pages, page_table)
-        for backend in (mosaic_gpu, mosaic_tpu)
-    }
-    run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend, refusals)
     ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts, shared=shared)
-    out, lse = run(q, pages, page_table, ragged, sinks, options)
+    arguments = (q, pages, page_table, ragged, sinks, options)
+    chosen = dispatch.choose("ragged_paged_attention", BACKENDS, backend, arguments)
+    out, lse = chosen.run(*arguments)
     return (out, lse) if return_lse else out
 
 

@@ -9,27 +9,43 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOAT_NAMES, FLOATS, check_pages, require, require_array
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.page_write import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
-WRITE_BACKENDS = {
-    "reference": reference.write_pages,
-    "xla": xla.write_pages,
-    "mosaic_gpu": mosaic_gpu.write_pages,
-    "mosaic_tpu": mosaic_tpu.write_pages,
-}
-COPY_BACKENDS = {
-    "reference": reference.copy_pages,
-    "xla": xla.copy_pages,
-    "mosaic_tpu": mosaic_tpu.copy_pages,
-}
-SEAL_BACKENDS = {"reference": reference.seal_pages, "xla": xla.seal_pages}
-PREFERENCE = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
+ALL_PLATFORMS = ("cpu", "gpu", "tpu")
+# Each list is in order of preference: the first one for the platform that takes the arguments runs.
+WRITE_BACKENDS = (
+    Backend(
+        name="mosaic_tpu",
+        run=mosaic_tpu.write_pages,
+        refusal=mosaic_tpu.refusal,
+        platforms=("tpu",),
+    ),
+    Backend(name="xla", run=xla.write_pages, platforms=ALL_PLATFORMS),
+    # No GPU has shown yet that it is faster than XLA's scatter, so it runs only by name.
+    Backend(name="mosaic_gpu", run=mosaic_gpu.write_pages, refusal=mosaic_gpu.refusal),
+    Backend(name="reference", run=reference.write_pages),
+)
+COPY_BACKENDS = (
+    Backend(
+        name="mosaic_tpu",
+        run=mosaic_tpu.copy_pages,
+        refusal=mosaic_tpu.refusal,
+        platforms=("tpu",),
+    ),
+    Backend(name="xla", run=xla.copy_pages, platforms=ALL_PLATFORMS),
+    Backend(name="reference", run=reference.copy_pages),
+)
+SEAL_BACKENDS = (
+    Backend(name="xla", run=xla.seal_pages, platforms=ALL_PLATFORMS),
+    Backend(name="reference", run=reference.seal_pages),
+)
 
 
 def write_pages[P: TokenPages](
-    pages: P, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str | None = None
+    pages: P, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str | Backend | None = None
 ) -> P:
     """Writes the K and V of T tokens into their slots.
 
@@ -61,16 +77,12 @@ def write_pages[P: TokenPages](
     for name, array in (("k", k), ("v", v)):
         require(array.shape == shape, f"{name} must be [T, K, D] = {shape}, got {array.shape}")
         require(array.dtype in FLOATS, f"{name} must be {FLOAT_NAMES}, got {array.dtype}")
-    refusals = {
-        "mosaic_gpu": mosaic_gpu.refusal(pages),
-        "mosaic_tpu": mosaic_tpu.refusal(pages),
-    }
-    run = dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend, refusals)
-    return run(pages, k, v, slots)
+    arguments = (pages, k, v, slots)
+    return dispatch.choose("write_pages", WRITE_BACKENDS, backend, arguments).run(*arguments)
 
 
 def copy_pages[P: AnyPages](
-    pages: P, source: jax.Array, target: jax.Array, *, backend: str | None = None
+    pages: P, source: jax.Array, target: jax.Array, *, backend: str | Backend | None = None
 ) -> P:
     """Copies whole pages within a pool, all reads before all writes.
 
@@ -87,9 +99,8 @@ def copy_pages[P: AnyPages](
     """
     check_pages(pages)
     _check_pairs(source, target)
-    refusals = {"mosaic_tpu": mosaic_tpu.refusal(pages)}
-    run = dispatch.choose("copy_pages", COPY_BACKENDS, PREFERENCE, backend, refusals)
-    return run(pages, source, target)
+    arguments = (pages, source, target)
+    return dispatch.choose("copy_pages", COPY_BACKENDS, backend, arguments).run(*arguments)
 
 
 def seal_pages(
@@ -99,7 +110,7 @@ def seal_pages(
     target: jax.Array,
     count: jax.Array,
     *,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
 ) -> ChannelPages:
     """Writes full pages of codes from pages of floats that hold the same tokens.
 
@@ -121,8 +132,8 @@ def seal_pages(
         require(got == want, f"{name} of exact is {got}, of the pages {want}")
     _check_pairs(source, target)
     require(count.shape == () and count.dtype == jnp.int32, "count must be an int32 scalar")
-    run = dispatch.choose("seal_pages", SEAL_BACKENDS, PREFERENCE, backend)
-    return run(pages, exact, source, target, count)
+    arguments = (pages, exact, source, target, count)
+    return dispatch.choose("seal_pages", SEAL_BACKENDS, backend, arguments).run(*arguments)
 
 
 def _check_pairs(source: jax.Array, target: jax.Array) -> None:

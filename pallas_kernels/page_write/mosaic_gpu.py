@@ -28,7 +28,7 @@ ROOM = 112 << 10  # bytes of shared memory for K of a token, or for V
 Ref = Any
 
 
-def refusal(pages: TokenPages) -> str | None:
+def refusal(pages: TokenPages, *_: object) -> str | None:
     """Why these pages cannot be written on this device, or None."""
     if reason := gpus.not_hopper():
         return reason

@@ -34,7 +34,7 @@ PIECE = 32  # rows of the largest tile, that of 8-bit codes
 Ref = Any
 
 
-def refusal(pages: AnyPages) -> str | None:
+def refusal(pages: AnyPages, *_: object) -> str | None:
     """Why these pages cannot be written, or None."""
     if pages.layout != "paired":
         return "pages must be paired"

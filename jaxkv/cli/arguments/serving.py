@@ -16,7 +16,7 @@ from jaxkv.engine.request import DetokenizerFactory
 from jaxkv.engine.step import StepFunctions
 from jaxkv.models.errors import ModelError
 from jaxkv.models.loading import LoadedModel
-from pallas_kernels.attention.api import PREFERENCE
+from pallas_kernels.attention.api import BACKENDS
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, drawn: str) -> None:
@@ -36,9 +36,9 @@ def add_backend_argument(parser: argparse.ArgumentParser | argparse._ArgumentGro
     here = jax.default_backend()
 
     def backend(name: str) -> str:
-        if name not in BACKEND_NAMES:
+        platforms = next((one.platforms for one in BACKENDS if one.name == name), None)
+        if platforms is None:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(BACKEND_NAMES)}")
-        platforms = [platform for platform, names in PREFERENCE.items() if name in names]
         if platforms and here not in platforms:
             raise argparse.ArgumentTypeError(f"{name} is for {' and '.join(platforms)}, not {here}")
         return name

@@ -44,7 +44,9 @@ STAGES = 3  # blocks in shared memory at once
 KernelPages = Pages | SymmetricPages
 
 
-def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
+def refusal(
+    q: jax.Array, pages: AnyPages, page_table: jax.Array, *_: object
+) -> str | None:
     """Why these arrays cannot be taken on this device, or None."""
     if reason := gpus.not_hopper():
         return reason

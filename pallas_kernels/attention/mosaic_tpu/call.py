@@ -61,7 +61,9 @@ from pallas_kernels.quantised_pages import AnyPages, fixed_scales
 MAX_TABLE_WIDTH = 1 << 16  # page ids of a sequence: two rows of them must fit into SMEM
 
 
-def refusal(q: jax.Array, pages: AnyPages, page_table: jax.Array) -> str | None:
+def refusal(
+    q: jax.Array, pages: AnyPages, page_table: jax.Array, *_: object
+) -> str | None:
     """Why these arrays cannot be taken, or None."""
     if not isinstance(pages, KernelPages):
         return f"{type(pages).__name__} are not read yet"
