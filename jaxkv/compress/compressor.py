@@ -122,7 +122,12 @@ class Compressor:
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, method: ScoreMethod, *, backend: str | Backend | None = None
+        self,
+        model: Model,
+        cache: KVCache,
+        method: ScoreMethod,
+        *,
+        backend: str | Backend | None = None,
     ):
         """Compiles nothing yet.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arith import ceil_div
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import Ragged, owner
 
@@ -66,7 +67,7 @@ class Tiles:
         query_lens = ragged.query_starts[1:] - ragged.query_starts[:-1]
         if taken is not None:
             query_lens = jnp.where(taken, query_lens, 0)
-        ends = jnp.cumsum(-(-query_lens // tile), dtype=jnp.int32)
+        ends = jnp.cumsum(ceil_div(query_lens, tile), dtype=jnp.int32)
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         index = jnp.arange(count, dtype=jnp.int32)
         seq = owner(starts, index)

@@ -20,6 +20,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arith import ceil_div
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.attention.tiles import Tiles
@@ -49,7 +50,7 @@ def ragged_paged_attention(
     # Many-row tiles come in groups of one shape whatever T and B are: the bits of a product, and of
     # the sums that XLA fuses behind it, depend on its shape.
     group = max(1, GROUP_ROWS // tile) if tile > 1 else min(tiles.count, GROUP_DECODE)
-    num_groups = -(-tiles.count // group)
+    num_groups = ceil_div(tiles.count, group)
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
     def attend_group(g, outputs):
@@ -67,7 +68,7 @@ def ragged_paged_attention(
 
     shape = (num_groups * group, K, tile, H // K)
     outputs = jnp.zeros((*shape, D), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
-    live = -(-tiles.num_live // group)
+    live = ceil_div(tiles.num_live, group)
     if num_groups == 1:
         outputs = attend_group(0, outputs)
     else:
@@ -103,7 +104,7 @@ def _walk_chunks(
     W, tile, K, G, D = q.shape
     q = q.transpose(0, 2, 1, 3, 4).reshape(W, K, tile * G, D)
     first = tiles.low // KV_CHUNK
-    trips = jnp.max(-(-tiles.high // KV_CHUNK) - first)
+    trips = jnp.max(ceil_div(tiles.high, KV_CHUNK) - first)
     in_chunk = jnp.arange(KV_CHUNK, dtype=jnp.int32)
     low, high = (bound[:, :, None] for bound in options.bounds(position))  # [W, tile, 1]
 

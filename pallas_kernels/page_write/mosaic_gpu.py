@@ -10,7 +10,6 @@ Not here: codes (`xla` makes and writes them in one fused scatter), copies and s
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +17,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import gpus
+from pallas_kernels import chips
+from pallas_kernels.arith import Ref
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import TokenPages
 
 COPY = 16  # bytes of which a copy takes a multiple
 LONGEST = 256  # elements of a copy along an axis
 ROOM = 112 << 10  # bytes of shared memory for K of a token, or for V
-Ref = Any
 
 
 def refusal(pages: TokenPages, *_: object) -> str | None:
     """Why these pages cannot be written on this device, or None."""
-    if reason := gpus.not_hopper():
+    if reason := chips.not_hopper():
         return reason
     if not isinstance(pages, Pages):
         return f"{type(pages).__name__} are not written yet"

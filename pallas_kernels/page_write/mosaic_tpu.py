@@ -24,14 +24,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import tpus
+from pallas_kernels import chips
+from pallas_kernels.arith import Ref
 from pallas_kernels.pages import LANES, token_shape
 from pallas_kernels.quantised_pages import AnyPages, TokenPages
 
 NUM_BUFFERS = 4  # at most
 MOST_TOKENS = 1 << 15  # of a call, whose scalars fit
 PIECE = 32  # rows of the largest tile, that of 8-bit codes
-Ref = Any
 
 
 def refusal(pages: AnyPages, *_: object) -> str | None:
@@ -161,7 +161,7 @@ def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Arr
         places = LANES if P % LANES == 0 else P
         rows = jnp.repeat(rows.reshape(rows.shape[0], C, -1), places, axis=2)
     new = most, *rows.shape[1:]
-    buffers = tpus.vmem_bytes() // 2 // (math.prod(new[:-1]) * max(LANES, new[-1]) * 4)
+    buffers = chips.vmem_bytes() // 2 // (math.prod(new[:-1]) * max(LANES, new[-1]) * 4)
     buffers = max(1, min(buffers, NUM_BUFFERS))
     return pl.pallas_call(
         functools.partial(_kernel, size, P // size),
@@ -180,7 +180,7 @@ def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Arr
         ),
         input_output_aliases={len(pieces) + 1: 0},
         compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=tpus.vmem_limit()
+            disable_bounds_checks=True, vmem_limit_bytes=chips.vmem_limit()
         ),
         name="write_pages",
     )(*pieces, rows, array).reshape(shape)

@@ -164,17 +164,16 @@ def ours(shape: Shape, backend: str) -> Case:
         )
         return pages, out
 
-    many = shape.T > shape.B
-    block_tokens = {
-        "mosaic_gpu": mosaic_gpu.block_tokens,
-        "mosaic_tpu": mosaic_tpu.block_tokens,
-    }
+    if on_gpu:
+        block_tokens = mosaic_gpu.block_tokens(shape.D)
+    else:
+        block_tokens = mosaic_tpu.block_tokens(pages, "rows" if shape.T > shape.B else "row")
     return Case(
         function=step,
         arguments=(pages, shape.q, new, new, _int32(shape.T), *shape.batch()),
         donates=True,
         pool_bytes=sum(array.size * array.dtype.itemsize for array in pages.paged.values()),
-        block_tokens=block_tokens[backend](pages, "rows" if many else "row"),
+        block_tokens=block_tokens,
     )
 
 

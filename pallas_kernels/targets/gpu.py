@@ -16,7 +16,7 @@ from typing import Any
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice
 
-from pallas_kernels.gpus import CAPABILITIES
+from pallas_kernels.chips import CAPABILITIES
 from pallas_kernels.targets.target import Target, TargetUnavailable
 
 PLUGIN = "jax_cuda13_plugin"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Pages, SharedPrefixes, gpus, ragged_paged_attention
+from pallas_kernels import Pages, SharedPrefixes, chips, ragged_paged_attention
 from pallas_kernels.attention.mosaic_gpu import call
 from tests.kernels.attention_suite import LENGTHS, MIXED
 from tests.kernels.batches import Batch, place, random_batch
@@ -229,7 +229,7 @@ def test_on_another_gpu_none_takes_xla_with_one_line_in_the_log(
 ):
     want = ragged_paged_attention(*arguments(), scale=1.0, backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(gpus, "capability", lambda: capability)
+    monkeypatch.setattr(chips, "capability", lambda: capability)
     with caplog.at_level(logging.INFO):
         got = ragged_paged_attention(*arguments(), scale=1.0)
     np.testing.assert_array_equal(got, want)
