@@ -19,8 +19,8 @@ from pallas_kernels import Backend as Backend
 from pallas_kernels import KeyPart, merge_partials
 from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.attention.ragged import Ragged, owner
-from pallas_kernels.codes import finite
 from pallas_kernels.chips import not_hopper
+from pallas_kernels.codes import finite
 from pallas_kernels.pages import Layout
 
 BACKEND_NAMES = tuple(sorted(backend.name for backend in BACKENDS))

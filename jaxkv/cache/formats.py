@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import AffinePages, AnyPages, ChannelPages, Layout, Pages, SymmetricPages
-from pallas_kernels.pages import by_layout, numbers_shape, pool_shape
+from pallas_kernels.pages import numbers_shape, pool_shape
 from pallas_kernels.quantised_pages import CHANNEL_GROUP
 
 
@@ -211,7 +211,7 @@ class KiviFormat:
         self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, layout: Layout
     ) -> ChannelPages:
         """See KVFormat."""
-        shape = num_pages, *by_layout(layout, page_size, kv_heads)
+        shape = num_pages, kv_heads, page_size
         groups = _groups(head_dim)
         return ChannelPages(
             k=jnp.zeros((*shape, _code_bytes(head_dim, self.k_bits)), jnp.uint8),

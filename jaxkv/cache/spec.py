@@ -147,7 +147,7 @@ class CacheSpec:
     page_size: int
     num_pages: tuple[int, ...]
     formats: tuple[KVFormat, ...]
-    layout: Layout = "token_major"
+    layout: Layout = "head_major"
     split_heads: bool = False
 
     @cached_property

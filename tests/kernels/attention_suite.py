@@ -121,7 +121,7 @@ class AttentionSuite:
         "q_lens, T, layout",
         [
             *(pytest.param(DECODE, 8, layout, id=f"decode-{layout}") for layout in LAYOUTS),
-            pytest.param(MIXED, 48, "token_major", id="mixed-token_major"),
+            pytest.param(MIXED, 48, "head_major", id="mixed-head_major"),
             pytest.param(MIXED, 48, "paired", id="mixed-paired"),
             pytest.param(PREFILL, 640, "head_major", id="prefill-head_major"),
             pytest.param(PREFILL, 640, "paired", id="prefill-paired"),

@@ -91,7 +91,7 @@ def place(
     *,
     P: int = 16,
     M: int = 20,
-    layout: Layout = "token_major",
+    layout: Layout = "head_major",
     window: int | None = None,
     seed: int = 0,
 ) -> Placed:

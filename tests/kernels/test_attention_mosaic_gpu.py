@@ -212,7 +212,7 @@ def arguments(layout="head_major", P=16, D=64, dtype=BFLOAT16) -> tuple:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(layout="token_major"), "pages must be head-major"),
+        (dict(layout="paired"), "pages must be head-major"),
         (dict(P=12), "P = 12 is not a multiple of 8"),
         (dict(D=80), "D = 80 is none of 64, 128, 192, 256"),
         (dict(dtype=FLOAT32), "pages of float32 would be rounded by the tensor cores"),

@@ -1,4 +1,4 @@
-"""A named backend or an error, and for None the first of the platform's list that takes the call."""
+"""A named backend or an error, and for None the first of the platform that takes the call."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Ragged paged attention for NVIDIA GPUs of the Hopper kind (sm90).
+"""Ragged paged attention for NVIDIA Hopper GPUs (sm90): one list of work, walked and merged.
 
     tiles      query rows of a sequence; the G heads that share a KV head are rows of one tile
     items      a tile's keys, cut at multiples of `split`: one list has the work of all processors
@@ -73,7 +73,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
+    """Computes `(out [T, H, D], lse [T, H])`; see `attention.reference` for the arguments."""
     T, B = q.shape[0], page_table.shape[0]
     seq, position = ragged.rows(T)
     low, high = options.bounds(position)

@@ -92,7 +92,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
+    """Computes `(out [T, H, D], lse [T, H])`; see `attention.reference` for the arguments."""
     T, B = q.shape[0], page_table.shape[0]
     attend = functools.partial(_attend, q, pages, page_table, ragged, sinks, options)
     many = most_queries(q, pages)
