@@ -5,11 +5,14 @@ that `jaxkv convert` wrote. How each is read: `jaxkv.models.checkpoints` and
 `jaxkv.models.orbax_checkpoint`. How tensors become parameters: `jaxkv.models.weights`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from tqdm import tqdm
 
 from jaxkv.models.checkpoints import open_checkpoint
 from jaxkv.models.checkpoints.gguf_reader import GgufCheckpoint
@@ -83,6 +86,23 @@ def load_model(
         tokenizer = tokenizer_from_dir(path) if (path / "tokenizer.json").exists() else None
     model = load_weights(checkpoint, dtype, progress)
     return _named(LoadedModel("", model, tokenizer, path), name_or_path)
+
+
+@contextmanager
+def loading_bar() -> Iterator[Progress]:
+    """A progress bar on stderr, if that is a terminal, for the `progress` of `load_model`."""
+    bars: list[tqdm] = []
+
+    def show(done: int, total: int) -> None:
+        if not bars:  # a download comes first, and has a bar of its own
+            bars.append(tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=None))
+        bars[0].update(done - bars[0].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars:
+            bar.close()
 
 
 def _named(loaded: LoadedModel, name: str) -> LoadedModel:

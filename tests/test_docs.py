@@ -1,7 +1,4 @@
-"""What the README and docs/ say is there: examples run; paths, links, names and commands exist.
-
-Not here: whether prose is true, which a reader has to judge.
-"""
+"""What the README and docs/ name exists: paths, links, names, commands; their examples run."""
 
 import importlib
 import re
@@ -43,11 +40,16 @@ def spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
+_, README_KERNEL_CALL = fenced(README, "python")
+
+
 def examples() -> Iterator:
-    """Every block of Python in docs/; one that loads a model is slow."""
-    for page in PAGES[1:]:
+    """Every block of Python but the README's kernel call; one that loads a model is slow."""
+    for page in PAGES:
         for code in fenced(page, "python"):
-            marks = [pytest.mark.slow] if "load_model" in code else []
+            if page == README and code == README_KERNEL_CALL:
+                continue  # has a test of its own
+            marks = [pytest.mark.slow] if re.search(r"load_model|LLM\(", code) else []
             yield pytest.param(code, id=name(page), marks=marks)
 
 
@@ -56,10 +58,14 @@ def test_an_example_of_the_docs_runs_as_it_stands(code):
     exec(compile(code, "example", "exec"), {"__name__": "__main__"})
 
 
-def test_the_readme_example_runs_as_it_stands_and_answers_both_sequences():
-    (code,) = fenced(README, "python")
+def test_the_first_program_of_the_readme_has_six_lines_and_prints():
+    code = fenced(README, "python")[0]
+    assert len(code.strip().splitlines()) <= 6 and "print(" in code and "LLM(" in code
+
+
+def test_the_kernel_call_of_the_readme_runs_as_it_stands_and_answers_both_sequences():
     names: dict = {"__name__": "__main__"}
-    exec(compile(code, "example", "exec"), names)
+    exec(compile(README_KERNEL_CALL, "example", "exec"), names)
     assert names["table"].tolist() == [[5, 2, 7], [5, 2, 3]]
     out, q, k, v = (np.asarray(names[x], np.float64) for x in ("out", "q", "k", "v"))
     rows = [*range(32), *range(48, 64)]  # of b: the pages it shares, then its own

@@ -32,9 +32,11 @@ Both
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from jaxkv.cli import console
+from jaxkv.errors import UsageError
 
 Cells = Callable[[dict[str, Any]], list[str]]
 KIND = ("kernel", "target", "shape")
@@ -45,42 +47,25 @@ GPU_HEAD = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelsOptions:
+    """The command line; None takes the default."""
+
+    target: list[str] | None
+    kernel: list[str] | None
+    shape: list[str] | None
+    json: bool
+
+
 def main(argv: list[str]) -> int:
     """Prints a row for each kernel, target and shape."""
     from pallas_kernels.targets import GPU_TARGETS, TPU_TARGETS, TargetUnavailable
-    from pallas_kernels.targets.cases import GPU_KERNELS, KERNELS, NAMES, TPU_KERNELS, Shape
+    from pallas_kernels.targets.cases import GPU_KERNELS, KERNELS, NAMES, TPU_KERNELS
     from pallas_kernels.targets.gpu_probe import probe_gpu
     from pallas_kernels.targets.probe import probe
 
-    parser = console.Parser("jaxkv kernels", __doc__)
-    add = parser.add_argument
-    add(
-        "--target",
-        action="append",
-        choices=TPU_TARGETS | GPU_TARGETS,
-        help="may be repeated; default: every TPU",
-    )
-    add("--kernel", action="append", choices=KERNELS, help="may be repeated; default: all")
-    add(
-        "--shape",
-        action="append",
-        metavar="NAME",
-        help=f"may be repeated; default: {', '.join(NAMES)}",
-    )
-    add("--json", action="store_true", help="a JSON list of rows, raw numbers")
-    args = parser.parse_args(argv)
-    shapes = args.shape or NAMES
-    for name in shapes:
-        try:
-            Shape.parse(name)
-        except ValueError as error:
-            parser.error(str(error))
-    targets = args.target or list(TPU_TARGETS)
-    for target in targets:
-        kernels_of = TPU_KERNELS if target in TPU_TARGETS else GPU_KERNELS
-        if not set(args.kernel or KERNELS) & set(kernels_of):
-            named = ", ".join(kernels_of)
-            parser.error(f"of {', '.join(args.kernel)} none is for {target}; {named} would be")
+    options = _parse(argv)
+    shapes, targets = options.shape or NAMES, options.target or list(TPU_TARGETS)
     rows: list[dict[str, Any]] = []
     try:
         for targets_of, kernels_of, run, head, cells in (
@@ -88,18 +73,44 @@ def main(argv: list[str]) -> int:
             (GPU_TARGETS, GPU_KERNELS, probe_gpu, GPU_HEAD, _gpu_cells),
         ):
             chosen = [target for target in targets if target in targets_of]
-            kernels = [kernel for kernel in args.kernel or KERNELS if kernel in kernels_of]
+            kernels = [kernel for kernel in options.kernel or KERNELS if kernel in kernels_of]
             cases = [(kernel, shape) for shape in shapes for kernel in kernels]
             found = _rows(run, chosen, cases)
-            if args.json:
+            if options.json:
                 rows += found
             elif chosen and cases:
                 _print_table(found, (*KIND, *head), cells)
     except TargetUnavailable as error:
-        parser.error(str(error))
-    if args.json:
+        raise UsageError(str(error)) from None
+    if options.json:
         print(json.dumps(rows, indent=1))
     return 0
+
+
+def _parse(argv: list[str]) -> KernelsOptions:
+    from pallas_kernels.targets import GPU_TARGETS, TPU_TARGETS
+    from pallas_kernels.targets.cases import GPU_KERNELS, KERNELS, NAMES, TPU_KERNELS, Shape
+
+    parser = console.Parser("jaxkv kernels", __doc__)
+    add = parser.add_argument
+    add("--target", action="append", choices=TPU_TARGETS | GPU_TARGETS,
+        help="a chip; may be repeated (default: every TPU)")  # fmt: skip
+    add("--kernel", action="append", choices=KERNELS, help="may be repeated (default: all)")
+    add("--shape", action="append", metavar="NAME",
+        help=f"may be repeated (default: {', '.join(NAMES)})")  # fmt: skip
+    add("--json", action="store_true", help="a JSON list of rows, raw numbers")
+    options = parser.read(KernelsOptions, argv)
+    for name in options.shape or ():
+        try:
+            Shape.parse(name)
+        except ValueError as error:
+            parser.error(str(error))
+    for target in options.target or list(TPU_TARGETS):
+        kernels_of = TPU_KERNELS if target in TPU_TARGETS else GPU_KERNELS
+        if options.kernel and not set(options.kernel) & set(kernels_of):
+            asked, named = ", ".join(options.kernel), ", ".join(kernels_of)
+            parser.error(f"{target} has no kernel {asked}: there are {named}")
+    return options
 
 
 def _rows(

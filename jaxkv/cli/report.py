@@ -4,28 +4,28 @@
   jaxkv report --model llama-3.1-8b --out llama.html --memory 80GB
   jaxkv report --config path/config.json --trace conversation_trace.jsonl
 
-From what a step computes again without a cache, over the memory that a cache takes, pages and
-shared prefixes, to what heads, formats and windows save. Everything is counted when the page is
-made: by closed forms, and by replaying requests over the engine's own pool and index. The page
-needs no network and no other file. Figures need matplotlib (the extra `plot`).
+The page has five sections: what a step computes again without a cache, the memory that a cache
+takes, pages, shared prefixes, and what fewer heads, formats and windows save. Everything is counted
+when the page is made: by closed forms, and by replaying requests over the engine's own pool and
+index. The page needs no network and no other file. Figures need matplotlib (the extra `plot`).
 """
 
-import argparse
 import html
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxkv.cli import console, ledger, plan, simulate_fragmentation, simulate_macs, simulate_reuse
 from jaxkv.cli.arguments import ledger as rulers
 from jaxkv.cli.arguments.ledger import UNITS as SHOWN_UNITS
-from jaxkv.cli.arguments.ledger import add_model_arguments, argument, one_model
+from jaxkv.cli.arguments.ledger import LedgerModelOptions, add_model_arguments, argument
 from jaxkv.cli.output import plots, tables
 from jaxkv.cli.output.tables import Column, Row
 from jaxkv.ledger import UNITS, CacheLedger, LedgerError, Model, parse_bytes, weight_bytes
-from jaxkv.ledger.keys import printable
-from jaxkv.ledger.plan import FORMATS, fewer_kv_heads, make_plan
+from jaxkv.ledger.plan import fewer_kv_heads, make_plan
+from jaxkv.printable import printable
 from jaxkv.replay import (
     ALLOCATORS,
     CACHES,
@@ -62,39 +62,56 @@ p.note { font-size: 0.85rem; opacity: 0.8; }
 """
 
 
-def main(argv: list[str]) -> int:
-    """Writes the page."""
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """The command line."""
+
+    chosen: LedgerModelOptions
+    out: Path
+    memory: int | None
+    trace: Path | None
+    units: str
+
+
+def parse(argv: list[str]) -> ReportOptions:
+    """Reads the command line."""
     parser = console.Parser("jaxkv report", __doc__)
     add_model_arguments(parser, DEFAULT, several=False)
     add = parser.add_argument
     add("--out", type=Path, default=Path("report.html"), metavar="FILE",
-        help="(default: %(default)s)")  # fmt: skip
+        help="the page to write (default: %(default)s)")  # fmt: skip
     add("--memory", type=argument(parse_bytes), metavar="SIZE",
-        help="of a device, for the plan (default: the weights and a quarter more)")  # fmt: skip
-    add("--trace", type=Path, metavar="FILE", help="for fragmentation (default: drawn lengths)")
+        help="of a device, for the plan (default: a quarter more than the weights)")  # fmt: skip
+    add("--trace", type=Path, metavar="FILE",
+        help="requests for the section on pages (default: drawn lengths)")  # fmt: skip
     add("--units", choices=SHOWN_UNITS, default="GiB", help="of bytes (default: %(default)s)")
-    args = parser.parse_args(argv)
-    tables.check_file(parser, args.out, "--out", (".html", ".htm"))
+    options = parser.read(ReportOptions, argv)
+    tables.check_file(parser, options.out, "--out", (".html", ".htm"))
     plots.require()
-    model = one_model(parser, args, DEFAULT)
-    memory = args.memory or weight_bytes(model) * 5 // 4
-    requests = None if args.trace is None else read_trace(args.trace, needs="timestamp")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Writes the page."""
+    options = parse(argv)
+    out, model = options.out, options.chosen.one(DEFAULT)
+    memory = options.memory or weight_bytes(model) * 5 // 4
+    requests = None if options.trace is None else read_trace(options.trace, needs="timestamp")
     sections = [
         lambda: recomputation(model),
-        lambda: memory_bill(model, args.units),
+        lambda: memory_bill(model, options.units),
         lambda: fragmentation(requests),
         lambda: prefixes(model),
-        lambda: compression(model, memory, args.units),
+        lambda: compression(model, memory, options.units),
     ]
     parts = []
     with console.progress(len(sections), unit="section", description="report") as bar:
         for section in sections:
             parts += section()
             bar.update()
-    args.out.write_text(page(model, parts), encoding="utf-8")
-    print(
-        f"{printable(str(args.out))}: {model.name}, {console.format_bytes(args.out.stat().st_size)}"
-    )
+    out.write_text(page(model, parts), encoding="utf-8")
+    size = console.format_bytes(out.stat().st_size)
+    print(f"{printable(str(out))}: {model.name}, {size}")
     return 0
 
 
@@ -103,10 +120,10 @@ def recomputation(model: Model) -> Iterator[str]:
     rows = [simulate_macs.row_of(model, 1, n, loops=n <= 128) for n in LENGTHS]
     yield "<h2>1. What is computed again</h2>"
     yield (
-        "<p>Drawing a token takes the keys and values of all tokens before it. Without a cache "
-        "they are computed anew at each step, so that attention over n steps grows with n³; with "
-        "a cache it grows with n², and a step with n. Multiply-adds of drawing n tokens behind "
-        "one:</p>"
+        "<p>Generating a token needs the keys and values of all tokens before it. Without a cache "
+        "they are computed again in each step, so attention over n steps grows with n³; with a "
+        "cache it grows with n², and a step with n. Multiply-adds of generating n tokens after a "
+        "prompt of one token:</p>"
     )
     yield table(rows, simulate_macs.COLUMNS)
     yield figure(plots.multiply_adds(model, plots.CONTEXTS))
@@ -114,7 +131,6 @@ def recomputation(model: Model) -> Iterator[str]:
 
 def memory_bill(model: Model, unit: str) -> Iterator[str]:
     """What the cache takes."""
-    options = argparse.Namespace(units=unit, memory=None, bandwidth=None, flops=None)
     stored = weight_bytes(model)
     rows, formats = [], []
     for choice in ("bf16", "int8", "kivi4"):
@@ -133,7 +149,7 @@ def memory_bill(model: Model, unit: str) -> Iterator[str]:
         f"<p>The weights take {stored / UNITS[unit]:,.2f} {unit} in bfloat16, whatever is served. "
         f"The cache of one sequence in bfloat16 {reach}; several at once share that length.</p>"
     )
-    yield table(rows, ledger.columns(options))
+    yield table(rows, ledger.columns(unit, ledger.DeviceOptions()))
     yield figure(plots.cache_sizes([model], formats, "bf16", unit))
 
 
@@ -147,8 +163,8 @@ def fragmentation(trace: Sequence[TraceRequest] | None) -> Iterator[str]:
     source = "lengths of chats, drawn" if trace is None else "a trace"
     yield (
         f"<p>{len(requests):,} requests ({source}) over a memory of {capacity:,} slots, a token "
-        "every 30 ms. Runs of slots are reserved before it is known what they will be needed for; "
-        "pages are taken as a sequence grows.</p>"
+        "every 30 ms. An allocator of runs reserves slots before it is known how many will be "
+        "needed; pages are allocated as a sequence grows.</p>"
     )
     rows = [simulate_fragmentation.row_of(one) for one in results]
     yield table(rows, simulate_fragmentation.COLUMNS)
@@ -179,14 +195,14 @@ def prefixes(model: Model) -> Iterator[str]:
     ]
     yield (
         f"<p>{len(talks):,} requests of 200 conversations, 100 at a time, over 80,000 tokens of "
-        "cache, fewer than they come to; seconds at 400 Tflop/s.</p>"
+        "cache, which is less than all of them need; seconds at 400 Tflop/s.</p>"
     )
     yield table(
         [simulate_reuse.row_of(one, model, 4e14) for one in results], simulate_reuse.COLUMNS
     )
     yield note(
-        "token finds no less than page where nothing is evicted. Under pressure it may find less: "
-        "it also keeps the ends of sequences, a page each, and others have to go for them."
+        "token finds at least as much as page if nothing is evicted. When memory is short it may "
+        "find less: it also keeps the last page of each sequence, and evicts others for it."
     )
     yield figure(plots.hits([one for one in results if one.cache in CACHES[2:]]))
 
@@ -195,11 +211,11 @@ def compression(model: Model, memory: int, unit: str) -> Iterator[str]:
     """What heads, formats and windows save."""
     context = 1 << 15
     options = {"context": context, "kv_heads": fewer_kv_heads(model), "windows": [4096]}
-    found = make_plan(model, memory, formats=FORMATS, **options)
+    found = make_plan(model, memory, **options)
     yield "<h2>5. Fewer heads, coarser values, fewer tokens</h2>"
     yield (
         f"<p>Caches of a sequence of {context:,} tokens that fit into "
-        f"{memory / UNITS[unit]:,.2f} {unit} beside the weights, those with the fewest changes to "
+        f"{memory / UNITS[unit]:,.2f} {unit} next to the weights, those with the fewest changes to "
         "the model first, then by what their format costs in perplexity.</p>"
     )
     shown = found.options[: plan.SHOWN]

@@ -1,31 +1,30 @@
-"""Scores prompts and continues them greedily, for comparison with another implementation.
+"""Score prompts and continue them greedily, for comparison with another implementation.
 
     echo '{"name": "paris", "text": "The capital of France is"}' > cases.jsonl
     jaxkv score --in cases.jsonl --out out.npz
 
 Each line of --in is an object with a `name` and either `ids` (token ids) or `text` (encoded by
-the model's own rule, BOS included where it has one). All cases run together through the engine
+the model's own rule, with BOS if it has one). All cases run together through the engine
 and its paged cache. For each case NAME, --out holds
 
     NAME/ids              int32 [n]    the prompt
     NAME/prompt_logprobs  float32 [n]  natural-log probability of each token given those before;
                                        NaN at 0
     NAME/logits_last      float32 [V]  logits after the prompt
-    NAME/cont_ids         int32 [c]    greedy continuation, stop tokens not obeyed
+    NAME/cont_ids         int32 [c]    greedy continuation, which stop tokens do not end
     NAME/cont_logprobs    float32 [c]
     NAME/cont_margin      float32 [c]  logit of the most likely token minus that of the next
 
-where c is --new-tokens, or less where the model's longest sequence ends the continuation.
+where c is --new-tokens, or less if the continuation reaches the model's longest sequence.
 
-A malformed line ends the run before the model is loaded. A case that the model cannot take (too
-long, no token, an unknown id) is reported and left out; the others are written. The exit code is 2
-in both cases, else 0.
+A malformed line ends the run before the model is loaded. A case that the model cannot process (too
+long, empty, an unknown id) is reported and left out; the others are written. In both cases the exit
+code is 2.
 """
 
 import json
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ import numpy as np
 from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import add_backend_argument
 from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
+from jaxkv.errors import UsageError
 from jaxkv.models.errors import ModelError
 
 if TYPE_CHECKING:
@@ -50,66 +50,107 @@ class Case:
     prompt: tuple[int, ...] | str
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """The command line."""
+
+    model: console.ModelOptions
+    input: Path
+    out: Path
+    new_tokens: int
+    page_size: int
+    chunk: int
+    batch: int
+    backend: str | None
+    deterministic: bool
+
+    def config(self, lengths: Sequence[int]) -> EngineConfig:
+        """Sizes for sequences of these lengths: the longest of a batch fit at the same time."""
+        longest_first = sorted(lengths, reverse=True)
+        page_size = max(self.page_size, 1)  # EngineConfig says what is wrong with it
+        batch = longest_first[: max(self.batch, 1)]
+        return EngineConfig(
+            max_sequences=self.batch,
+            token_budget=self.chunk,
+            page_size=self.page_size,
+            pool_tokens=sum(-(-length // page_size) * page_size for length in batch),
+            max_length=longest_first[0],
+            deterministic=self.deterministic,
+            backend=self.backend,
+        )
+
+
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    arguments = _parse(argv)
-    with _open(arguments.input) as file:
-        cases = read_cases(file, str(arguments.input))
+    options = _parse(argv)
+    with _open(options.input) as file:
+        cases = read_cases(file, str(options.input))
     console.enable_compilation_cache()
-    loaded = console.load_model(arguments)
+    loaded = console.load_model(options.model)
     prompts, problems = _encode(cases, loaded)
     completions: dict[str, Completion] = {}
     if prompts:
-        completions = _run(loaded, prompts, arguments, problems)
+        completions = _run(loaded, prompts, options, problems)
     if completions:
-        _save(arguments.out, prompts, completions)
+        _save(options.out, prompts, completions)
     for name, problem in problems.items():
         print(f"case {name!r}: {problem}", file=sys.stderr)
-    print(f"{arguments.out}: {len(completions)} of {len(cases)} cases")
+    print(f"{options.out}: {len(completions)} of {len(cases)} cases")
     return console.EXIT_USER_ERROR if problems else 0
 
 
-def _parse(argv: list[str]) -> Namespace:
+def _parse(argv: list[str]) -> ScoreOptions:
     parser = console.Parser("jaxkv score", __doc__)
     console.add_model_arguments(parser)
     add = parser.add_argument
     add("--in", dest="input", type=Path, required=True, metavar="FILE", help="- is stdin")
     add("--out", type=Path, required=True, metavar="FILE", help="an .npz file")
-    add("--new-tokens", type=int, default=64, metavar="N", help="of each continuation (64)")
-    add("--page-size", type=int, default=16, metavar="P", help="tokens a page, 8 to 256 (16)")
-    add("--chunk", type=int, default=512, metavar="T", help="most query tokens in a step (512)")
-    add("--batch", type=int, default=8, metavar="B", help="most sequences in a step (8)")
+    add(
+        "--new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of each continuation (default: %(default)s)",
+    )
+    add(
+        "--page-size",
+        type=int,
+        default=16,
+        metavar="P",
+        help="tokens per page, 8 to 256 (default: %(default)s)",
+    )
+    add("--chunk", type=int, default=512, metavar="T", help="most tokens per step (default: 512)")
+    add("--batch", type=int, default=8, metavar="B", help="most sequences per step (default: 8)")
     add_backend_argument(parser)
     add(
         "--deterministic",
         action="store_true",
         help="logits whose bits do not depend on --batch, --chunk or --page-size",
     )
-    arguments = parser.parse_args(argv)
-    if arguments.new_tokens < 1:
-        parser.error("--new-tokens must be at least 1")
-    if not arguments.out.absolute().parent.is_dir():
-        parser.error(f"--out: {arguments.out.absolute().parent} is no directory")
+    options = parser.read(ScoreOptions, argv)
+    parser.require_at_least(options, new_tokens=1)
+    if not options.out.absolute().parent.is_dir():
+        parser.error(f"--out: {options.out.absolute().parent} is no directory")
     try:
-        _config(arguments, [1]).check()
-    except ValueError as error:
+        options.config([1])
+    except UsageError as error:
         parser.error(str(error))
-    return arguments
+    return options
 
 
 def _open(path: Path) -> Any:
     if str(path) != "-":
         return open(path, "rb")
     if sys.stdin is None:
-        raise ModelError("there is no case: standard input is closed")
+        raise UsageError("there is no case: standard input is closed")
     return sys.stdin.buffer
 
 
 def read_cases(lines: Iterable[bytes], where: str) -> list[Case]:
-    """Reads cases, a JSON object a line; blank lines are skipped.
+    """Reads cases, one JSON object per line; blank lines are skipped.
 
     Raises:
-      ModelError: a line is not a case, or two have one name; the message names the line.
+      UsageError: a line is not a case, or two have one name; the message names the line.
     """
     cases: dict[str, Case] = {}
     for number, line in enumerate(lines, 1):
@@ -119,10 +160,10 @@ def read_cases(lines: Iterable[bytes], where: str) -> list[Case]:
                 if case.name in cases:
                     raise ValueError(f"the name {case.name!r} is taken by an earlier line")
             except ValueError as error:
-                raise ModelError(f"{where}, line {number}: {error}") from None
+                raise UsageError(f"{where}, line {number}: {error}") from None
             cases[case.name] = case
     if not cases:
-        raise ModelError(f"{where}: holds no case")
+        raise UsageError(f"{where}: holds no case")
     return list(cases.values())
 
 
@@ -178,50 +219,34 @@ def _encode(
     return prompts, problems
 
 
-def _config(arguments: Namespace, lengths: Sequence[int]) -> EngineConfig:
-    """Sizes for sequences of these lengths: the longest of a batch fit side by side."""
-    longest_first = sorted(lengths, reverse=True)
-    page_size = max(arguments.page_size, 1)  # what is wrong with it, `check` says
-    batch = longest_first[: max(arguments.batch, 1)]
-    return EngineConfig(
-        max_sequences=arguments.batch,
-        token_budget=arguments.chunk,
-        page_size=arguments.page_size,
-        pool_tokens=sum(-(-length // page_size) * page_size for length in batch),
-        max_length=longest_first[0],
-        deterministic=arguments.deterministic,
-        backend=arguments.backend,
-    )
-
-
 def _run(
     loaded: "LoadedModel",
     prompts: Mapping[str, tuple[int, ...]],
-    arguments: Namespace,
+    options: ScoreOptions,
     problems: dict[str, str],
 ) -> dict[str, Completion]:
     """Completions by name; what the engine refuses goes to `problems`."""
     limit = loaded.model.max_positions
-    lengths = [min(len(p) + arguments.new_tokens, limit) for p in prompts.values()]
-    engine = Engine(loaded.model, _config(arguments, lengths))
+    lengths = [min(len(p) + options.new_tokens, limit) for p in prompts.values()]
+    engine = Engine(loaded.model, options.config(lengths))
     completions: dict[str, Completion] = {}
     for name, prompt in prompts.items():
-        request = Request(
-            prompt=prompt,
-            max_new_tokens=arguments.new_tokens,
-            logprobs=2,
-            prompt_logprobs=True,
-            keep_logits=True,
-        )
         try:
+            request = Request(
+                prompt=prompt,
+                max_new_tokens=options.new_tokens,
+                logprobs=2,
+                prompt_logprobs=True,
+                keep_logits=True,
+            )
             completions[name] = engine.submit(request)
         except RequestError as error:
             problems[name] = str(error)
-    total = arguments.new_tokens * len(completions)
+    total = options.new_tokens * len(completions)
     with console.progress(total, unit="tok", description="scoring") as bar:
         while engine.has_work:
             for delta in engine.step():
-                del delta.completion.logits[1:]  # V floats a token, and only the first row is kept
+                del delta.completion.logits[1:]  # V floats per token; only the first row is kept
                 bar.update(len(delta.tokens))
     return completions
 

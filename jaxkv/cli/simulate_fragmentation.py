@@ -5,28 +5,27 @@
   jaxkv simulate fragmentation --trace conversation_trace.jsonl --plot waste.svg
   jaxkv simulate fragmentation --allocators paged,buddy --capacity 256k --json
 
-Requests come as a trace says, or in a Poisson stream with lengths of a distribution; a token takes
---step seconds. Three allocators reserve one run of slots a sequence: `max-length` for the longest
-there may be, `buddy` a power of two, `oracle` just what it will need. `paged` takes pages from the
-engine's pool as it grows, and is run for each page size.
+Requests arrive as in a trace, or as a Poisson stream with lengths from a distribution; each token
+takes --step seconds. Three allocators reserve one run of slots per sequence: `max-length` for the
+longest possible sequence, `buddy` a power of two, `oracle` exactly what the sequence will need.
+`paged` takes pages from the engine's pool as a sequence grows, and is run for each page size.
 
-`used` slots hold a token; `reserved` ones will, `internal` ones belong to a sequence that will not
-need them, `external` ones are free and would do for the request that waits if they were in one
-piece. Waste is the share of the last three among all four. `admitted in time` are the requests that
-were running or done when the last one came. A trace is JSON lines with timestamp,
-input_length and output_length, as Mooncake published theirs.
+`used` slots hold a token; `reserved` ones will; `internal` ones belong to a sequence that will not
+need them; `external` ones are free and would be enough for the waiting request if they were in one
+piece. Waste is the share of the last three among all four. `admitted in time` counts the requests
+that were running or finished when the last one arrived. A trace is JSON lines with timestamp,
+input_length and output_length, as in Mooncake's published traces.
 """
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxkv.cli import console
 from jaxkv.cli.arguments.ledger import argument, count, listed
 from jaxkv.cli.output import tables
-from jaxkv.cli.output.tables import Column, decimals, percent, whole
+from jaxkv.cli.output.tables import Column, OutputOptions, decimals, percent, whole
 from jaxkv.ledger import parse_tokens
 from jaxkv.replay import (
     ALLOCATORS,
@@ -42,78 +41,103 @@ from jaxkv.replay import (
 PAGE_SIZES = [1, 4, 16, 64, 256]
 
 
-def main(argv: list[str]) -> int:
-    """Prints a row for each allocator and page size."""
+@dataclass(frozen=True, kw_only=True)
+class FragmentationOptions:
+    """The command line."""
+
+    lengths: str
+    trace: Path | None
+    requests: int | None
+    rate: float
+    seed: int
+    capacity: int | None
+    allocators: list[str]
+    page_sizes: list[int]
+    max_length: int | None
+    step: float
+    output: OutputOptions
+    plot: Path | None
+
+
+def parse(argv: list[str]) -> FragmentationOptions:
+    """Reads the command line."""
     parser = console.Parser("jaxkv simulate fragmentation", __doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--lengths", choices=DISTRIBUTIONS, default="chat",
-        help="distribution (default: %(default)s)")  # fmt: skip
-    source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines")
+        help="distribution of lengths (default: %(default)s)")  # fmt: skip
+    source.add_argument("--trace", type=Path, metavar="FILE", help="requests as JSON lines")
     add("--requests", type=argument(count), metavar="N",
-        help="how many (default: 2000; of a trace all)")  # fmt: skip
-    add("--rate", type=float, default=10.0, metavar="R", help="a second (default: %(default)s)")
+        help="how many (default: 2000, or all of a trace)")  # fmt: skip
+    add("--rate", type=float, default=10.0, metavar="R",
+        help="requests per second (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of lengths and arrivals (default: %(default)s)")
     add("--capacity", type=argument(parse_tokens), metavar="N",
-        help="slots (default: 64k; for a trace 1m)")  # fmt: skip
+        help="slots (default: 64k, for a trace 1m)")  # fmt: skip
     add("--allocators", type=listed(str), default=list(ALLOCATORS), metavar="A,..",
-        help=f"(default: {','.join(ALLOCATORS)})")  # fmt: skip
+        help=f"allocators to compare (default: {','.join(ALLOCATORS)})")  # fmt: skip
     add("--page-sizes", type=listed(count), default=PAGE_SIZES, metavar="P,..",
-        help="of `paged`, 1 to 256 (default: 1,4,16,64,256)")  # fmt: skip
+        help="for `paged`, 1 to 256 (default: 1,4,16,64,256)")  # fmt: skip
     add("--max-length", type=argument(parse_tokens), metavar="N",
-        help="of `max-length` (default: the power of two that holds every request)")  # fmt: skip
-    add("--step", type=float, default=0.03, metavar="S", help="seconds (default: %(default)s)")
-    tables.add_output_arguments(parser, plot="slots by what they are, over time")
-    args = parser.parse_args(argv)
-    for size in args.page_sizes:
+        help="for `max-length` (default: the power of two that holds every request)")  # fmt: skip
+    add("--step", type=float, default=0.03, metavar="S",
+        help="seconds per token (default: %(default)s)")  # fmt: skip
+    tables.add_output_arguments(parser, plot="slots by their use, over time")
+    options = parser.read(FragmentationOptions, argv)
+    for size in options.page_sizes:
         if size > 256:
             parser.error(f"--page-sizes {size}: must be 1 to 256")
-    for name in args.allocators:
+    for name in options.allocators:
         if name not in ALLOCATORS:
             parser.error(f"--allocators {name}: there are {', '.join(ALLOCATORS)}")
-    if args.seed < 0:
-        parser.error("--seed must be at least 0")
-    tables.check_file(parser, args.plot, "--plot", (".png", ".svg"))
-    if args.plot is not None:
+    parser.require_at_least(options, seed=0)
+    tables.check_file(parser, options.plot, "--plot", (".png", ".svg"))
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Prints a row for each allocator and page size."""
+    options = parse(argv)
+    if options.plot is not None:
         from jaxkv.cli.output import plots
 
         plots.require()  # before minutes of work
-    results, notes = measure(requests_of(args), args)
-    if args.plot is not None:
+    results, notes = measure(requests_of(options), options)
+    if options.plot is not None:
         from jaxkv.cli.output import plots
 
-        plots.save(plots.waste(results), args.plot)
-    tables.write([row_of(one) for one in results], COLUMNS, args, notes)
+        plots.save(plots.waste(results), options.plot)
+    tables.write([row_of(one) for one in results], COLUMNS, options.output, notes)
     return 0
 
 
-def requests_of(args: argparse.Namespace) -> list[TraceRequest]:
+def requests_of(options: FragmentationOptions) -> list[TraceRequest]:
     """The requests that are asked for.
 
     Raises:
-      ReplayError: the trace is none, or the rate is not above 0.
+      ReplayError: the file is no trace, or the rate is not above 0.
     """
-    if args.trace is not None:
-        return read_trace(args.trace, needs="timestamp")[: args.requests]
-    return draw_requests(args.lengths, args.requests or 2_000, args.rate, args.seed)
+    if options.trace is not None:
+        return read_trace(options.trace, needs="timestamp")[: options.requests]
+    return draw_requests(options.lengths, options.requests or 2_000, options.rate, options.seed)
 
 
 def measure(
-    requests: list[TraceRequest], args: argparse.Namespace
+    requests: list[TraceRequest], options: FragmentationOptions
 ) -> tuple[list[Fragmentation], list[str]]:
     """Replays the requests over each allocator, under a progress bar; see `replay`."""
     runs: list[tuple[str, int]] = []
-    for name in args.allocators:
-        runs += [(name, size) for size in (args.page_sizes if name == "paged" else [1])]
-    capacity = args.capacity or (1 << 16 if args.trace is None else 1 << 20)
+    for name in options.allocators:
+        runs += [(name, size) for size in (options.page_sizes if name == "paged" else [1])]
+    capacity = options.capacity or (1 << 16 if options.trace is None else 1 << 20)
     total = len(runs) * len(requests)
     with console.progress(total, unit="request", description="replaying") as bar:
         return replay(
             requests,
             runs,
             capacity=capacity,
-            max_length=args.max_length,
-            step_seconds=args.step,
+            max_length=options.max_length,
+            step_seconds=options.step,
             on_request=bar.update,
         )
 
@@ -121,10 +145,10 @@ def measure(
 def replay(
     requests: Sequence[TraceRequest], runs: Sequence[tuple[str, int]], **options: Any
 ) -> tuple[list[Fragmentation], list[str]]:
-    """What allocators and page sizes made of requests, and a line for each that could serve none.
+    """The result of each allocator and page size, and a line for each that could serve no request.
 
     Raises:
-      ReplayError: a number is out of range, or none could serve any.
+      ReplayError: a number is out of range, or no allocator could serve any request.
     """
     found, unfit = [], []
     for name, size in runs:

@@ -4,18 +4,25 @@
   jaxkv simulate macs --model llama-3.1-8b --prompt 512 --tokens 64,256,1k
   jaxkv simulate macs --config path/config.json --tokens 32k --no-loops --plot macs.svg
 
-Without a cache a step computes all tokens before the one that it draws; with it, one. The counts
-are closed forms; up to --loops tokens they are also counted by running the loops over steps, tokens
-and layers, and must be equal to the last digit. `linear` are projections and MLPs, `attention`
-scores and values; a multiply-add is two operations.
+Without a cache, a step computes all tokens before the one that it draws; with a cache, it computes
+one. The counts are closed forms. Up to --loops tokens they are also counted by running the loops
+over steps, tokens and layers; both counts must be exactly equal. `linear` are projections and MLPs,
+`attention` scores and values; a multiply-add is two operations.
 """
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxkv.cli import console
-from jaxkv.cli.arguments.ledger import add_model_arguments, argument, listed, one_model
+from jaxkv.cli.arguments.ledger import (
+    LedgerModelOptions,
+    add_model_arguments,
+    argument,
+    listed,
+)
 from jaxkv.cli.output import tables
-from jaxkv.cli.output.tables import Column, decimals, percent, whole
+from jaxkv.cli.output.tables import Column, OutputOptions, decimals, percent, whole
 from jaxkv.ledger import Model, decode_macs, generation_macs, parse_tokens, prefill_macs, simulate
 
 DEFAULT = "llama-2-7b"
@@ -23,42 +30,62 @@ LOOPED = 256  # tokens in the end up to which loops are run
 MOST_LOOPED, MOST = 2_048, 1 << 30
 
 
-def main(argv: list[str]) -> int:
-    """Prints a row for each number of tokens."""
+@dataclass(frozen=True, kw_only=True)
+class MacsOptions:
+    """The command line."""
+
+    chosen: LedgerModelOptions
+    prompt: int
+    tokens: list[int]
+    loops: int
+    no_loops: bool
+    output: OutputOptions
+    plot: Path | None
+
+
+def parse(argv: list[str]) -> MacsOptions:
+    """Reads the command line."""
     parser = console.Parser("jaxkv simulate macs", __doc__)
     add_model_arguments(parser, DEFAULT, several=False)
     add = parser.add_argument
-    add("--prompt", type=argument(parse_tokens), default=1, metavar="N", help="(default: 1)")
+    add("--prompt", type=argument(parse_tokens), default=1, metavar="N",
+        help="tokens of the prompt (default: 1)")  # fmt: skip
     default = [1 << n for n in range(0, 11)]
     add("--tokens", type=listed(parse_tokens), default=default, metavar="N,..",
-        help="that are drawn (default: 1,2,4,..,1k)")  # fmt: skip
+        help="tokens that are generated (default: 1,2,4,..,1k)")  # fmt: skip
     add("--loops", type=argument(parse_tokens), default=LOOPED, metavar="N",
-        help="run the loops up to so many tokens (default: %(default)s)")  # fmt: skip
-    add("--no-loops", action="store_true", help="closed forms alone")
+        help="also run the loops, up to this many tokens (default: %(default)s)")  # fmt: skip
+    add("--no-loops", action="store_true", help="closed forms only")
     tables.add_output_arguments(parser, plot="multiply-adds against the length")
-    args = parser.parse_args(argv)
-    tables.check_file(parser, args.plot, "--plot", (".png", ".svg"))
-    if args.prompt + max(args.tokens) > MOST:
+    options = parser.read(MacsOptions, argv)
+    tables.check_file(parser, options.plot, "--plot", (".png", ".svg"))
+    if options.prompt + max(options.tokens) > MOST:
         parser.error(f"--prompt and --tokens: at most {MOST} together")
-    if args.loops > MOST_LOOPED:
+    if options.loops > MOST_LOOPED:
         parser.error(f"--loops: at most {MOST_LOOPED}, which takes minutes")
-    model = one_model(parser, args, DEFAULT)
-    if args.plot is not None:
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Prints a row for each number of tokens."""
+    options = parse(argv)
+    model = options.chosen.one(DEFAULT)
+    if options.plot is not None:
         from jaxkv.cli.output import plots
 
-        plots.save(plots.multiply_adds(model, plots.CONTEXTS), args.plot)
-    most = 0 if args.no_loops else args.loops
+        plots.save(plots.multiply_adds(model, plots.CONTEXTS), options.plot)
+    prompt, most = options.prompt, 0 if options.no_loops else options.loops
     rows = []
-    with console.progress(len(args.tokens), unit="row", description="counting") as bar:
-        for new in args.tokens:
-            rows.append(row_of(model, args.prompt, new, loops=args.prompt + new <= most))
+    with console.progress(len(options.tokens), unit="row", description="counting") as bar:
+        for new in options.tokens:
+            rows.append(row_of(model, prompt, new, loops=prompt + new <= most))
             bar.update()
-    tables.write(rows, COLUMNS, args, model.notes)
+    tables.write(rows, COLUMNS, options.output, model.notes)
     return 0
 
 
 def row_of(model: Model, prompt: int, new: int, *, loops: bool) -> dict[str, Any]:
-    """The counts of drawing `new` tokens behind a prompt."""
+    """The counts of generating `new` tokens after a prompt."""
     with_cache, without = (
         generation_macs(model, prompt, new, cache=cache) for cache in (True, False)
     )

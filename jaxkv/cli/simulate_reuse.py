@@ -6,35 +6,41 @@
   jaxkv simulate reuse --trace conversation_trace.jsonl --capacity 10m
   jaxkv simulate reuse --workload talks --requests 100000 --caches token
 
-Caches: `none` keeps nothing, not even while a request runs; `request` keeps K and V as long as
-their request; `hash` whole pages by a hash of all tokens up to their end; `page` is the radix index
-of the engine, of which whole pages are used; `token` the same, exact to the token. Evictions: the
-index's own orders, and `optimum`, which knows what will be asked (Belady's): no order finds more.
+Caches: `none` keeps nothing, not even while a request runs; `request` keeps K and V until their
+request ends; `hash` keeps whole pages by a hash of all tokens up to their end; `page` is the radix
+index of the engine, but uses whole pages only; `token` is the same index, exact to the token.
+Evictions: the index's own orders, and `optimum`, which knows the future requests (Belady's): no
+order finds more.
 
 Workloads, one request after the other:
   talk    one conversation of five turns behind a system prompt of 512 tokens: a table of its turns
-  talks   --requests of such turns, 100 conversations at a time, 8 system prompts
+  talks   --requests such turns, 100 conversations at a time, 8 system prompts
   W1      2,000 such conversations, all at a time; W1g: 100 at a time, which fit
-  W2      2,000 questions about 50 documents of 8,000 tokens, of which half fit; W2f: all fit
+  W2      2,000 questions about 50 documents of 8,000 tokens, half of which fit; W2f: all fit
   W3      5,000 prompts that share nothing
-  W4      a trace's first 2,000 requests that fit, an eighth of their size (needs --trace)
-With --trace alone a trace is replayed at its full size. --turns lists every request.
+  W4      a trace's first 2,000 requests that fit, at an eighth of their size (needs --trace)
+With --trace and no --workload, a trace is replayed at its full size. --turns lists every request.
 
-Saved operations are those of prefills of --model, seconds the same over --flops a second. A model
-with constant states is refused: a hit would need a copy of them from its end.
+Saved operations are those of prefills of --model; seconds are the same at --flops per second. A
+model with constant states is refused: a hit would need a copy of the state at its end.
 """
 
-import argparse
 import itertools
-from collections.abc import Collection
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxkv.cli import console
-from jaxkv.cli.arguments.ledger import add_model_arguments, argument, count, listed, one_model
+from jaxkv.cli.arguments.ledger import (
+    LedgerModelOptions,
+    add_model_arguments,
+    argument,
+    count,
+    listed,
+)
 from jaxkv.cli.output import tables
-from jaxkv.cli.output.tables import Column, decimals, percent, whole
+from jaxkv.cli.output.tables import Column, OutputOptions, decimals, percent, whole
 from jaxkv.ledger import CacheLedger, Model, parse_rate, parse_tokens
 from jaxkv.replay import (
     CACHES,
@@ -57,105 +63,148 @@ ORDERS = (*EVICTIONS, OPTIMUM)
 Packed = Collection[tuple[bytes, bytes]]
 
 
-def main(argv: list[str]) -> int:
-    """Prints a row for each cache and order, or for each turn."""
+@dataclass(frozen=True, kw_only=True)
+class ReuseOptions:
+    """The command line; `parse` fills in the workload."""
+
+    chosen: LedgerModelOptions
+    workload: str
+    trace: Path | None
+    requests: int | None
+    caches: list[str] | None
+    evictions: list[str] | None
+    capacity: int | None
+    page_size: int
+    flops: float
+    turns: bool
+    output: OutputOptions
+    plot: Path | None
+
+
+def parse(argv: list[str]) -> ReuseOptions:
+    """Reads the command line."""
     parser = console.Parser("jaxkv simulate reuse", __doc__)
     add_model_arguments(parser, DEFAULT, several=False)
     add = parser.add_argument
     add("--workload", choices=("talk", "talks", *workloads.WORKLOADS, "trace"),
-        help="(default: W1g; with --trace trace)")  # fmt: skip
+        help="requests to replay (default: W1g; with --trace: trace)")  # fmt: skip
     add("--trace", type=Path, metavar="FILE", help="JSON lines with hash_ids")
-    add("--requests", type=argument(count), metavar="N", help="the first so many (default: all)")
-    add("--caches", type=listed(str), metavar="C,..", help=f"(default: {','.join(CACHES)})")
-    add("--evictions", type=listed(str), metavar="E,..", help="(default: lru,optimum)")
+    add("--requests", type=argument(count), metavar="N",
+        help="replay only the first N (default: all)")  # fmt: skip
+    add("--caches", type=listed(str), metavar="C,..",
+        help=f"caches to compare (default: {','.join(CACHES)})")  # fmt: skip
+    add("--evictions", type=listed(str), metavar="E,..",
+        help="orders of eviction (default: lru,optimum)")  # fmt: skip
     add("--capacity", type=argument(parse_tokens), metavar="N",
-        help="tokens that a cache holds (default: the workload's; of a trace 10m)")  # fmt: skip
-    add("--page-size", type=argument(count), default=16, metavar="P", help="(default: 16)")
+        help="tokens that a cache holds (default: the workload's; for a trace 10m)")  # fmt: skip
+    add("--page-size", type=argument(count), default=16, metavar="P",
+        help="tokens per page (default: 16)")  # fmt: skip
     add("--flops", type=argument(parse_rate), default=4e14, metavar="R",
-        help="operations a second of a prefill (default: 400T)")  # fmt: skip
-    add("--turns", action="store_true", help="a row for each request, of one cache")
+        help="operations per second of a prefill (default: 400T)")  # fmt: skip
+    add("--turns", action="store_true", help="print a row for each request, for one cache")
     tables.add_output_arguments(parser, plot="hit rates")
-    args = parser.parse_args(argv)
-    check(parser, args)
-    model = one_model(parser, args, DEFAULT)
-    check_reusable(model)
-    requests, capacity = load(args)
-    if args.turns:
-        cache, eviction = (args.caches or ["token"])[0], (args.evictions or ["lru"])[0]
-        options = {"capacity": capacity, "page_size": args.page_size, "eviction": eviction}
-        found = list(turns(requests, cache, **options))
-        rows = [turn_row(model, turn) for turn in found]
-        tables.write(rows, TURN_COLUMNS, args, model.notes)
-        return 0
-    results = measure(requests, capacity, model, args)
-    if args.plot is not None:
-        from jaxkv.cli.output import plots
-
-        plots.save(plots.hits([one for one in results if one.eviction != "-"]), args.plot)
-    rows = [row_of(one, model, args.flops) for one in results]
-    tables.write(rows, COLUMNS, args, model.notes)
-    return 0
+    options = parser.read(ReuseOptions, argv)
+    workload = options.workload or ("W1g" if options.trace is None else "trace")
+    options = replace(options, workload=workload, turns=options.turns or workload == "talk")
+    needs_trace = workload in ("W4", "trace")
+    if needs_trace != (options.trace is not None):
+        how = "needs --trace" if needs_trace else "does not use --trace"
+        parser.error(f"--workload {workload} {how}")
+    check_names(parser, "--caches", options.caches, CACHES, one=options.turns)
+    check_names(parser, "--evictions", options.evictions, ORDERS, one=options.turns)
+    tables.check_file(parser, options.plot, "--plot", (".png", ".svg"))
+    if options.plot is not None and options.turns:
+        parser.error("--plot draws caches, not turns")
+    return options
 
 
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the run where arguments do not go together; fills in the workload."""
-    if args.workload is None:
-        args.workload = "W1g" if args.trace is None else "trace"
-    needs_trace = args.workload in ("W4", "trace")
-    if needs_trace != (args.trace is not None):
-        how = "needs --trace" if needs_trace else "has no use for --trace"
-        parser.error(f"--workload {args.workload} {how}")
-    args.turns = args.turns or args.workload == "talk"
-    for option, known in (("caches", CACHES), ("evictions", ORDERS)):
-        values = getattr(args, option) or []
-        for value in values:
-            if value not in known:
-                parser.error(f"--{option} {value}: there are {', '.join(known)}")
-        if args.turns and len(values) > 1:
-            parser.error(f"a table of turns is of one of --{option}")
-    tables.check_file(parser, args.plot, "--plot", (".png", ".svg"))
-    if args.plot is not None:
+def check_names(
+    parser: console.Parser,
+    option: str,
+    names: Sequence[str] | None,
+    known: Sequence[str],
+    *,
+    one: bool,
+) -> None:
+    """Ends the run if a name is not known, or if there are several where `one` is wanted."""
+    for name in names or ():
+        if name not in known:
+            parser.error(f"{option} {name}: there are {', '.join(known)}")
+    if one and len(names or ()) > 1:
+        parser.error(f"a table of turns needs one value of {option}")
+
+
+def main(argv: list[str]) -> int:
+    """Prints a row for each cache and order, or for each turn."""
+    options = parse(argv)
+    if options.plot is not None:
         from jaxkv.cli.output import plots
 
         plots.require()  # before minutes of work
-        if args.turns:
-            parser.error("--plot is of caches, not of turns")
+    model = options.chosen.one(DEFAULT)
+    check_reusable(model)
+    requests, capacity = load(options)
+    if options.turns:
+        rows = [turn_row(model, turn) for turn in one_by_one(requests, capacity, options)]
+        tables.write(rows, TURN_COLUMNS, options.output, model.notes)
+        return 0
+    results = measure(requests, capacity, model, options)
+    if options.plot is not None:
+        from jaxkv.cli.output import plots
+
+        plots.save(plots.hits([one for one in results if one.eviction != "-"]), options.plot)
+    rows = [row_of(one, model, options.flops) for one in results]
+    tables.write(rows, COLUMNS, options.output, model.notes)
+    return 0
 
 
-def load(args: argparse.Namespace) -> tuple[Packed, int]:
-    """The requests of a workload, and the tokens that its cache holds.
+def load(options: ReuseOptions) -> tuple[Packed, int]:
+    """The requests of a workload, and the number of tokens that its cache holds.
 
     Raises:
-      ReplayError: the trace is none, or has none for W4; or is without hash_ids.
+      ReplayError: the file is no trace, has no hash_ids, or has no request for W4.
     """
-    if args.workload == "trace":
-        requests = Expanded(read_trace(args.trace, needs="hash_ids")[: args.requests])
-        return requests, args.capacity or 10 << 20
-    if args.workload == "talk":
+    workload, trace = options.workload, options.trace
+    if workload == "trace":
+        assert trace is not None  # `parse` has seen to it
+        requests = Expanded(read_trace(trace, needs="hash_ids")[: options.requests])
+        return requests, options.capacity or 10 << 20
+    if workload == "talk":
         stream, capacity = workloads.conversations(1, at_a_time=1), 4_096
-    elif args.workload == "talks":
-        talks = -(-(args.requests or 1_000) // 5)
+    elif workload == "talks":
+        talks = -(-(options.requests or 1_000) // 5)
         stream, capacity = workloads.conversations(talks, at_a_time=100), 200_000
     else:
-        if args.workload == "W4":
-            read_trace(args.trace, needs="hash_ids")  # its lines are checked
-        stream, capacity = workloads.stream(args.workload, args.trace)
-    packed = pack_requests(itertools.islice(stream, args.requests))
+        if trace is not None:
+            read_trace(trace, needs="hash_ids")  # checks its lines
+        stream, capacity = workloads.stream(workload, trace)
+    packed = pack_requests(itertools.islice(stream, options.requests))
     with console.progress(0, unit="request", description="making requests") as bar:
         found = []
         for request in packed:
             found.append(request)
             bar.update()
     if not found:
-        raise ReplayError(f"{args.trace}: has no request that fits")
-    return found, args.capacity or capacity
+        raise ReplayError(f"{trace}: has no request that fits")
+    return found, options.capacity or capacity
 
 
-def measure(requests: Packed, capacity: int, model: Model, args: argparse.Namespace) -> list[Reuse]:
+def one_by_one(requests: Packed, capacity: int, options: ReuseOptions) -> Iterator[Turn]:
+    """Replays the requests over one cache."""
+    return turns(
+        requests,
+        (options.caches or ["token"])[0],
+        capacity=capacity,
+        page_size=options.page_size,
+        eviction=(options.evictions or ["lru"])[0],
+    )
+
+
+def measure(requests: Packed, capacity: int, model: Model, options: ReuseOptions) -> list[Reuse]:
     """Replays the requests over each cache and order, under a progress bar."""
     runs: list[tuple[str, str]] = []
-    for cache in args.caches or CACHES:
-        orders = (args.evictions or ["lru", OPTIMUM]) if cache in CACHES[2:] else ["lru"]
+    for cache in options.caches or CACHES:
+        orders = (options.evictions or ["lru", OPTIMUM]) if cache in CACHES[2:] else ["lru"]
         runs += [(cache, order) for order in orders]
     total = len(runs) * len(requests)
     with console.progress(total, unit="request", description="replaying") as bar:
@@ -164,7 +213,7 @@ def measure(requests: Packed, capacity: int, model: Model, args: argparse.Namesp
                 requests,
                 cache,
                 capacity=capacity,
-                page_size=args.page_size,
+                page_size=options.page_size,
                 eviction=order,
                 model=model,
                 on_request=bar.update,

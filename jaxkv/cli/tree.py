@@ -4,73 +4,106 @@
   jaxkv tree "The sea is blue." "The sea is deep."
   jaxkv tree --prompts questions.txt --while-running --svg tree.svg
 
-Prompts are arguments or lines of a file, as they are, without a chat template, and are served
-together; the conversation is the one of `chat --demo`. A node is a run of tokens that all below it
-begin with. With it stand its positions, its pages in the pool, how many sequences hold them, how
-often it was matched or inserted, and how long ago; `*` marks what several sequences begin with.
+Prompts are arguments or lines of a file. They are used as they are, without a chat template, and
+are served together. Without prompts, the conversation of `chat --demo` is held. A node of the tree
+is a run of tokens with which everything below it begins. It is shown with its positions, its pages
+in the pool, how many sequences hold them, how often it was matched or inserted, and how long ago;
+`*` marks what several sequences begin with.
 
-The tree is shown when all requests have ended, with their answers in it and nobody holding a page;
+The tree is shown after all requests have ended; it contains their answers, and no page is held.
 `--while-running` shows it when all prompts are computed and still held.
 """
 
-import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxkv.cli import console
-from jaxkv.cli.arguments.serving import check_config, make_engine, prompt_lines
-from jaxkv.cli.conversation import DEMO_SYSTEM, DEMO_TURNS, Conversation
+from jaxkv.cli.arguments.serving import prompt_lines
 from jaxkv.cli.output.tree_view import as_svg, as_text, view
+from jaxkv.cli.talk import DEMO_SYSTEM, DEMO_TURNS
+from jaxkv.conversation import Conversation
 from jaxkv.engine import Completion, Engine, EngineConfig, Request
-from jaxkv.models.errors import ModelError
-from jaxkv.models.loading import LoadedModel
-from jaxkv.models.tokenizer import Tokenizer
+from jaxkv.errors import UsageError
+from jaxkv.llm import LLM
 
 MAX_SEQUENCES = 16  # served at once
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Returns the arguments."""
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    """The command line."""
+
+    prompts: list[str]
+    file: Path | None
+    model: console.ModelOptions
+    max_new_tokens: int
+    page_size: int
+    pool_tokens: int
+    while_running: bool
+    svg: Path | None
+    json: bool
+
+    def config(self, num_prompts: int) -> dict[str, Any]:
+        """Fields of EngineConfig."""
+        return dict(
+            max_sequences=min(max(1, num_prompts), MAX_SEQUENCES),
+            page_size=self.page_size,
+            pool_tokens=self.pool_tokens,
+        )
+
+
+def parse(argv: list[str]) -> TreeOptions:
+    """Reads the command line."""
     parser = console.Parser("jaxkv tree", __doc__)
     add = parser.add_argument
-    add("prompts", nargs="*", help="prompts; none: read --prompts, or hold the conversation")
-    add("--prompts", dest="file", metavar="FILE", type=Path, help="a prompt a line, UTF-8")
+    add("prompts", nargs="*", help="prompts; without any, --prompts is read or the demo is held")
+    add("--prompts", dest="file", metavar="FILE", type=Path, help="a UTF-8 file, one prompt a line")
     console.add_model_arguments(parser)
-    add("--max-new-tokens", type=int, default=24, metavar="N", help="(default: %(default)s)")
-    add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
-    add("--pool-tokens", type=int, default=4096, metavar="N", help="the cache (default: 4096)")
-    add("--while-running", action="store_true", help="show it before the last requests end")
-    add("--svg", metavar="FILE", type=Path, help="draw it into a file")
-    add("--json", action="store_true", help="one JSON object on standard output")
-    args = parser.parse_args(argv)
-    if args.prompts and args.file:
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=24,
+        metavar="N",
+        help="tokens of an answer (default: %(default)s)",
+    )
+    add("--page-size", type=int, default=16, metavar="P", help="tokens per page (default: 16)")
+    add(
+        "--pool-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="tokens that the cache holds (default: 4096)",
+    )
+    add("--while-running", action="store_true", help="show the tree before the requests end")
+    add("--svg", metavar="FILE", type=Path, help="draw the tree into a file")
+    add("--json", action="store_true", help="print one JSON object")
+    options = parser.read(TreeOptions, argv)
+    if options.prompts and options.file:
         parser.error("give prompts as arguments or with --prompts, not both")
-    if args.max_new_tokens < 1:
-        parser.error("--max-new-tokens must be at least 1")
-    return args
+    parser.require_at_least(options, max_new_tokens=1)
+    return options
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts of arguments or file, without blank lines; empty where there is neither."""
-    if args.file is None:
-        return args.prompts
-    return prompt_lines(args.file.read_bytes(), str(args.file))
+def read_prompts(options: TreeOptions) -> list[str]:
+    """The prompts of arguments or file, without blank lines; empty if there is neither."""
+    if options.file is None:
+        return options.prompts
+    return prompt_lines(options.file.read_bytes(), str(options.file))
 
 
-def converse(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Holds the demo's conversation; its last answer is under way with `--while-running`."""
-    talk = Conversation(tokenizer, DEMO_SYSTEM)
+def converse(llm: LLM, options: TreeOptions) -> None:
+    """Holds the demo's conversation; with `--while-running` its last answer is not complete."""
+    talk = Conversation(llm.tokenizer).with_system(DEMO_SYSTEM)
     for text in DEMO_TURNS:
         prompt = talk.prompt(text)
         is_last = text is DEMO_TURNS[-1]
-        request = Request(
-            prompt=tuple(prompt),
-            max_new_tokens=args.max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-        )
-        completion = serve(engine, [request], to_the_end=not (is_last and args.while_running))[0]
-        talk.add(text, prompt, completion)
+        request = llm.request(prompt, max_new_tokens=options.max_new_tokens)
+        to_the_end = not (is_last and options.while_running)
+        (answer,) = serve(llm.engine, [request], to_the_end=to_the_end)
+        talk = talk.answered(text, prompt, answer.tokens, answer.text)
 
 
 def serve(engine: Engine, requests: list[Request], *, to_the_end: bool) -> list[Completion]:
@@ -85,58 +118,48 @@ def serve(engine: Engine, requests: list[Request], *, to_the_end: bool) -> list[
     return running
 
 
-def build(loaded: LoadedModel, prompts: list[str], args: argparse.Namespace) -> Engine:
-    """An engine that has served the prompts, or the demo's conversation where there are none."""
-    tokenizer = loaded.require_tokenizer()
-    config = EngineConfig(
-        max_sequences=min(max(1, len(prompts)), MAX_SEQUENCES),
-        page_size=args.page_size,
-        pool_tokens=args.pool_tokens,
-    )
-    engine = make_engine(loaded, config)
-    requests = [
-        Request(
-            prompt=tuple(tokenizer.encode(prompt)),
-            max_new_tokens=args.max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-        )
-        for prompt in prompts
-    ]
-    if requests:
-        serve(engine, requests, to_the_end=not args.while_running)
+def serve_all(llm: LLM, prompts: list[str], options: TreeOptions) -> None:
+    """Serves the prompts, or the demo's conversation if there are none."""
+    if prompts:
+        requests = [llm.request(p, max_new_tokens=options.max_new_tokens) for p in prompts]
+        serve(llm.engine, requests, to_the_end=not options.while_running)
     else:
-        converse(engine, tokenizer, args)
-    return engine
+        converse(llm, options)
 
 
-def main(argv: list[str]) -> int:
-    """Serves what is asked for, and shows the tree."""
-    args = parse(argv)
-    prompts = read_prompts(args)
-    check_config(EngineConfig(page_size=args.page_size, pool_tokens=args.pool_tokens))
-    if args.svg is not None and not args.svg.parent.is_dir():
-        raise ModelError(f"{args.svg.parent}: no such folder")
-    console.enable_compilation_cache()
-    loaded = console.load_model(args)
-    tokenizer = loaded.require_tokenizer()
-    engine = build(loaded, prompts, args)
+def show(llm: LLM, options: TreeOptions) -> None:
+    """Prints or draws the tree."""
+    engine, tokenizer, name = llm.engine, llm.tokenizer, llm.loaded.name
     assert engine.index is not None
     tops = view(engine.index, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
     pools = "; ".join(
         f"{p.free} free, {p.cached} cached, {p.held} held" for p in engine.pool_states
     )
-    title = f"{loaded.name}, pages of {args.page_size} tokens: {pools}"
-    if args.svg is not None:
-        args.svg.write_text(as_svg(tops, title), encoding="utf-8")
-        print(f"{args.svg}: the tree is drawn", file=sys.stderr)
-    if args.json:
+    title = f"{name}, pages of {options.page_size} tokens: {pools}"
+    if options.svg is not None:
+        options.svg.write_text(as_svg(tops, title), encoding="utf-8")
+        print(f"{options.svg}: the tree is drawn", file=sys.stderr)
+    if options.json:
         record = {
-            "model": loaded.name,
-            "page_size": args.page_size,
+            "model": name,
+            "page_size": options.page_size,
             "pools": [pool._asdict() for pool in engine.pool_states],
             "tree": [node.as_json() for node in tops],
         }
         print(json.dumps(record))
-    elif args.svg is None:
+    elif options.svg is None:
         print(f"{title}\n{as_text(tops)}")
+
+
+def main(argv: list[str]) -> int:
+    """Serves the prompts and shows the tree."""
+    options = parse(argv)
+    prompts = read_prompts(options)
+    EngineConfig(**options.config(len(prompts)))  # raises before a model is loaded
+    if options.svg is not None and not options.svg.parent.is_dir():
+        raise UsageError(f"{options.svg.parent}: no such folder")
+    console.enable_compilation_cache()
+    llm = LLM(console.load_model(options.model), **options.config(len(prompts)))
+    serve_all(llm, prompts, options)
+    show(llm, options)
     return 0

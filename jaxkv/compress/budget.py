@@ -1,67 +1,66 @@
 """How many tokens a method keeps."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Budget:
-    """A part of a sequence's tokens, or a number of them.
+    """How many tokens are kept: a part of a sequence's tokens, or a number of them.
+
+    `Budget("50%")`, `Budget("0.5")` and `Budget(0.5)` keep half of the tokens; `Budget("256")` and
+    `Budget(256)` keep 256. So `1` keeps one token, `1.0` and `"100%"` keep all.
 
     Attributes:
-      kept: a Fraction from above 0 to 1 is the part that is kept; an int the number.
-
-    Raises:
-      ValueError: it is neither, or nothing would be kept, or more than there is.
+      kept: the part, a Fraction above 0 and at most 1, or the number of tokens, an int.
+      is_part: `kept` is a part.
     """
 
     kept: Fraction | int
+    is_part: bool = field(repr=False)  # compared too: one token is not all tokens
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.kept, Fraction | int) or isinstance(self.kept, bool):
-            raise ValueError(
-                f"a budget must be Fraction or int, got {self.kept!r}; parse reads text"
-            )
-        _check(self.kept, self.kept)
+    def __init__(self, kept: Fraction | int | float | str):
+        """Reads a budget.
 
-    @classmethod
-    def parse(cls, text: str) -> "Budget":
-        """Reads `0.5` or `50%` as a part, `256` as a number.
+        Args:
+          kept: a Fraction or float for a part, an int for a number of tokens, or text: `0.5` and
+            `50%` are parts, `256` is a number.
 
         Raises:
-          ValueError: it is neither, or nothing would be kept, or more than there is.
+          ValueError: it is none of these, or it keeps nothing, or more than all tokens.
         """
-        if not isinstance(text, str):
-            raise ValueError(f"budget {text!r}: only text is parsed")
-        match = re.fullmatch(r"([0-9]{1,9})(\.[0-9]{1,9})?(%?)", text.strip())
-        if match is None:
+        value = _read(kept)
+        if value <= 0 or (isinstance(value, Fraction) and value > 1):
             raise ValueError(
-                f"budget {text!r}: must be a part, as 0.5 or 50%, or a number of tokens"
+                f"budget {kept!r}: a part must be above 0 and at most 1, a number at least 1"
             )
-        whole, decimals, percent = match.groups()
-        kept = int(whole)
-        if decimals or percent:
-            kept = Fraction(whole + (decimals or "")) / (100 if percent else 1)
-        _check(kept, text)
-        return cls(kept)
-
-    @property
-    def is_part(self) -> bool:
-        """It is a part of the tokens and no number."""
-        return isinstance(self.kept, Fraction)
+        object.__setattr__(self, "kept", value)
+        object.__setattr__(self, "is_part", isinstance(value, Fraction))
 
     def keep(self, num_tokens: int) -> int:
-        """Tokens that are kept of so many, rounded down and one at least."""
+        """Returns how many of `num_tokens` tokens are kept: parts are rounded down, and at least
+        one token is kept."""
         if isinstance(self.kept, Fraction):
             return max(1, int(self.kept * num_tokens))
         return min(self.kept, num_tokens)
 
     def __str__(self) -> str:
-        return f"{float(self.kept):g}" if self.is_part else str(self.kept)
+        return str(float(self.kept) if self.is_part else self.kept)
 
 
-def _check(kept: Fraction | int, said: object) -> None:
-    """Raises ValueError, with what was said, where it is no budget."""
-    if kept <= 0 or (isinstance(kept, Fraction) and kept > 1):
-        raise ValueError(f"budget {said!r}: a part is above 0 and at most 1, a number at least 1")
+def _read(kept: object) -> Fraction | int:
+    """The value that was given, as a Fraction or an int; its range is not checked."""
+    if isinstance(kept, Fraction | int) and not isinstance(kept, bool):
+        return kept
+    if isinstance(kept, float) and 0 <= kept <= 1:
+        return Fraction(str(kept))
+    match = re.fullmatch(r"([0-9]{1,9})(\.[0-9]{1,9})?(%?)", str(kept).strip())
+    if match is None or not isinstance(kept, str):
+        raise ValueError(
+            f"budget {kept!r}: must be a part, as 0.5 or 50%, or a number of tokens, as 256"
+        )
+    whole, decimals, percent = match.groups()
+    if not decimals and not percent:
+        return int(whole)
+    return Fraction(whole + (decimals or "")) / (100 if percent else 1)

@@ -1,24 +1,49 @@
-"""H2O: tokens that got most attention, and recent ones, stay (Zhang et al., arXiv 2306.14048)."""
+"""H2O: keep tokens that have received most attention, and recent ones."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.compress.method import FORCED, LayerTokens, Queries, ScoreMethod, Seen
+from jaxkv.compress.inputs import LayerTokens, Queries
+from jaxkv.compress.method import FORCED, PerSlot, ScoreMethod, check_part, part_of
 
 
-class H2O(ScoreMethod):
-    """Attention weight that a token got from all queries so far, averaged over the query heads of
-    its KV head. Half of the budget is for the most recent tokens."""
+@dataclass(frozen=True)
+class H2O(ScoreMethod[PerSlot]):
+    """Keeps the *heavy hitters*, which have received most attention so far, and the most recent
+    tokens (Zhang et al., arXiv 2306.14048).
 
-    name = "h2o"
-    num_queries = None
-    query_aware = True
-    by_slot = ("weight",)
+    The score of token j is the sum of its attention weights from all queries t so far, averaged
+    over the query heads of its KV head:
 
-    def look(self, queries: Queries, tokens: LayerTokens) -> Seen:
-        """See `ScoreMethod.look`."""
-        return {"weight": queries.attention(tokens).sum(axis=2).mean(axis=1)}
+        s_j = sum_t softmax(q_t K^T)_j
 
-    def score(self, tokens: LayerTokens, seen: Seen, keep: jax.Array) -> jax.Array:
+    Recent tokens had few queries to collect weight from, so a part of the budget is reserved for
+    them.
+
+    Attributes:
+      recent_part: part of the budget for the most recent tokens, 0 to 1, rounded down to tokens.
+
+    Example:
+      `Compression(method=H2O(recent_part=0.25), budget="50%")`
+    """
+
+    recent_part: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_part("recent_part", self.recent_part)
+
+    @property
+    def num_queries(self) -> None:
+        """See `ScoreMethod.num_queries`."""
+        return None
+
+    def observe(self, queries: Queries, tokens: LayerTokens) -> PerSlot:
+        """See `ScoreMethod.observe`."""
+        return PerSlot(queries.attention(tokens).sum(axis=2).mean(axis=1))
+
+    def score(self, tokens: LayerTokens, statistics: PerSlot, keep: jax.Array) -> jax.Array:
         """See `ScoreMethod.score`."""
-        return jnp.where(tokens.is_recent(keep // 2), FORCED, seen["weight"])
+        recent = tokens.is_recent(part_of(keep, self.recent_part))
+        return jnp.where(recent, FORCED, statistics.values)

@@ -1,21 +1,34 @@
-"""KeyDiff: tokens whose keys differ from the others stay (Park et al., arXiv 2504.15364)."""
+"""KeyDiff: keep tokens whose keys differ from the others."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.compress.method import LayerTokens, ScoreMethod, Seen
+from jaxkv.compress.inputs import LayerTokens
+from jaxkv.compress.method import ScoreMethod
 
 EPSILON = 1e-12
 
 
-class KeyDiff(ScoreMethod):
-    """`-cos(k_j, a)`, with `a` the mean of all keys at length 1."""
+@dataclass(frozen=True)
+class KeyDiff(ScoreMethod[None]):
+    """Keeps the tokens whose keys point away from the average key (Park et al., arXiv 2504.15364).
 
-    name = "keydiff"
+    Similar keys are redundant: attention hardly tells their tokens apart. The score is minus the
+    cosine with the *anchor* a, the mean of all keys after each is scaled to length 1:
 
-    def score(self, tokens: LayerTokens, seen: Seen, keep: jax.Array) -> jax.Array:
+        a = mean_i k_i / ||k_i||        s_j = -cos(k_j, a)
+
+    No query is needed.
+
+    Example:
+      `Compression(method=KeyDiff(), budget="50%")`
+    """
+
+    def score(self, tokens: LayerTokens, statistics: None, keep: jax.Array) -> jax.Array:
         """See `ScoreMethod.score`."""
-        unit = _unit(tokens.k)  # of an empty slot 0
+        unit = _unit(tokens.k)  # 0 in slots without a token
         anchor = _unit(unit.sum(axis=1, keepdims=True))
         return -(unit * jnp.broadcast_to(anchor, unit.shape)).sum(axis=-1)
 

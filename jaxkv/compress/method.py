@@ -1,152 +1,169 @@
-"""What a method that drops tokens is: a score for each token of each KV head, higher for what is to
-be kept.
+"""How to write a score method: the contract between a method and the code that drops tokens.
 
-Scores are pure functions of a layer's K and V and, for some, of queries. A method that looks at
-queries sums up what it sees of them chunk by chunk (`look`), so that a long context never has to be
-there at once; one that does not is a function of the keys alone. Not here: how many tokens are kept
-(`budget`), how they are moved (`compressor`).
+A score method gives each token of each KV head a score; the tokens with the highest scores are
+kept. A method of your own is a frozen dataclass that derives from `ScoreMethod`:
+
+    @dataclass(frozen=True)
+    class LongValues(ScoreMethod[None]):
+        power: float = 1.0
+
+        def score(self, tokens, statistics, keep):
+            return jnp.linalg.norm(tokens.v, axis=-1) ** self.power
+
+    Compression(method=LongValues(power=2.0), budget="50%")
+
+A method that depends on queries also says which ones it needs (`num_queries`) and what it takes
+from them (`observe`). It gets the queries in chunks, so that the weights of a long context never
+have to be in memory at once, and returns *statistics*: any pytree of arrays. The statistics of all
+chunks are combined (`accumulate`, by default their sum) and passed to `score`. Arrays with an entry
+per slot are wrapped in `PerSlot`, so that the entries follow their tokens when these move:
+
+    @dataclass(frozen=True)
+    class LastQuery(ScoreMethod[PerSlot]):
+        @property
+        def num_queries(self):
+            return 1
+
+        def observe(self, queries, tokens):
+            return PerSlot(queries.attention(tokens).sum(axis=2).mean(axis=1))
+
+        def score(self, tokens, statistics, keep):
+            return jnp.where(tokens.is_recent(1), FORCED, statistics.values)
+
+The functions are traced by `jax.jit`: they must be pure. Two methods are the same method if they
+are equal; only equal methods share compiled functions and the pages of shortened contexts. A frozen
+dataclass compares its class and its fields, so parameters belong in fields, and fields must be
+hashable (numbers, strings, tuples, other methods).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Seen = dict[str, jax.Array]
-FORCED = 3e38  # score of a token that a method keeps in any case; protected ones are above
+from jaxkv.compress.inputs import LayerTokens, Queries
+
+FORCED = 3e38  # score of a token that a method always keeps; only protected tokens rank higher
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LayerTokens:
-    """K and V of one layer of one sequence, as they are while a function is traced.
+class PerSlot:
+    """Statistics with an entry per slot, which follow the tokens when these move.
 
     Attributes:
-      k, v: `[K, S, D]` float32, in the basis in which the model made them, RoPE applied; 0 in slots
-        that hold no token.
-      lens: `[K]` int32, tokens of each head; they are in its first slots, in the order of the text.
-      num_tokens: int32 scalar, tokens of the sequence, dropped ones included.
-      layer: int32 scalar, index of the layer.
-      turn: rotates `[T, heads, D]` on by `[T]` positions, as the layer's RoPE does.
+      values: `[K, S]` float32; 0 in slots without a token.
     """
 
-    k: jax.Array
-    v: jax.Array
-    lens: jax.Array
-    num_tokens: jax.Array
-    layer: jax.Array
-    turn: Callable[[jax.Array, jax.Array], jax.Array]
-
-    @property
-    def slots(self) -> jax.Array:
-        """`[S]` int32."""
-        return jnp.arange(self.k.shape[1], dtype=jnp.int32)
-
-    @property
-    def live(self) -> jax.Array:
-        """`[K, S]` bool, slots with a token."""
-        return self.slots[None] < self.lens[:, None]
-
-    def is_recent(self, num_tokens: int | jax.Array) -> jax.Array:
-        """`[K, S]` bool, the last so many tokens of each head, and the slots behind them."""
-        return self.slots[None] >= self.lens[:, None] - num_tokens
+    values: jax.Array
 
 
-@dataclass(frozen=True)
-class Queries:
-    """Queries of T tokens of one layer of one sequence, as they are while a function is traced.
+def map_slots(function: Callable[[jax.Array], jax.Array], statistics: Any) -> Any:
+    """Applies a function to the values of each `PerSlot` of a pytree; the rest is unchanged."""
 
-    Attributes:
-      q: `[T, H, D]` float32, RoPE and the softmax's scale applied.
-      positions: `[T]` int32 in the sequence; negative in rows that are none.
-      slots: `[K, T]` int32, the slot of each query's own token.
-      soft_cap: see `pallas_kernels.ragged_paged_attention`.
+    def leaf(x: Any) -> Any:
+        return PerSlot(function(x.values)) if isinstance(x, PerSlot) else x
+
+    return jax.tree.map(leaf, statistics, is_leaf=lambda x: isinstance(x, PerSlot))
+
+
+class ScoreMethod[Statistics]:
+    """Base class of the methods that score tokens. `score` is the only function that each method
+    has to define; the module's docstring shows how to write one.
     """
 
-    q: jax.Array
-    positions: jax.Array
-    slots: jax.Array
-    soft_cap: float | None
+    @property
+    def num_queries(self) -> int | None:
+        """Which queries `observe` gets: 0 for none, N for those of the last N tokens, None for
+        those of all tokens, whose statistics are accumulated for as long as the sequence lives."""
+        return 0
 
     @property
-    def live(self) -> jax.Array:
-        """`[T]` bool, rows that are queries."""
-        return self.positions >= 0
+    def query_aware(self) -> bool:
+        """What is kept answers the last queries. Requests then share a shortened context only if
+        their whole prompts are equal, not only their contexts."""
+        return self.num_queries != 0
 
-    def attention(self, tokens: LayerTokens) -> jax.Array:
-        """Weights `[K, G, T, S]` that causal attention gives each slot; 0 in rows that are none."""
-        T, H, D = self.q.shape
-        K = tokens.k.shape[0]
-        grouped = self.q.reshape(T, K, H // K, D)
-        logits = jnp.einsum("tkgd,ksd->kgts", grouped, tokens.k, precision="highest")
-        if self.soft_cap is not None:
-            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
-        seen = tokens.slots[None, None] <= self.slots[:, :, None]
-        seen &= tokens.live[:, None] & self.live[None, :, None]
-        logits = jnp.where(seen[:, None], logits, -jnp.inf)
-        largest = logits.max(axis=-1, keepdims=True)
-        weights = jnp.exp(logits - jnp.where(jnp.isneginf(largest), 0.0, largest))
-        total = weights.sum(axis=-1, keepdims=True)
-        return weights / jnp.where(total == 0.0, 1.0, total)
+    @property
+    def uneven(self) -> bool:
+        """KV heads or layers keep different numbers of tokens, so each needs its own pages."""
+        return False
 
-
-class ScoreMethod:
-    """A method; the base of those in the files of this package.
-
-    Attributes:
-      name: what users call it; the one that kvpress has, where it has one.
-      num_queries: of how many last tokens it looks at queries; None for all, which are added up for
-        as long as a sequence lasts.
-      by_head: each KV head of a layer keeps another number of tokens.
-      by_layer: each layer does.
-      by_slot: of what is added up, the names of what has an entry a slot, `[K, S]`: it goes with
-        the tokens that stay.
-      query_aware: what stays depends on what the last queries ask for, so that others with the same
-        prompt alone go on from it.
-      same_tokens: all heads of a layer keep the same tokens.
-    """
-
-    name: str
-    num_queries: int | None = 0
-    by_head: bool = False
-    by_layer: bool = False
-    by_slot: tuple[str, ...] = ()
-    query_aware: bool = False
-    same_tokens: bool = False
-
-    def look(self, queries: Queries, tokens: LayerTokens) -> Seen:
-        """What a chunk of queries tells; the sums over all chunks are what `score` gets."""
-        return {}
-
-    def score(self, tokens: LayerTokens, seen: Seen, keep: jax.Array) -> jax.Array:
-        """Scores `[K, S]` float32, FORCED for what is kept in any case.
+    def observe(self, queries: Queries, tokens: LayerTokens) -> Statistics:
+        """Returns the statistics of one chunk of queries.
 
         Args:
-          tokens: of the layer.
-          seen: sums of what `look` returned.
-          keep: int32 scalar, tokens that each head keeps.
+          queries: of at most a chunk of tokens; some rows may be padding.
+          tokens: the layer's tokens; later ones than the queries' may be among them.
+        """
+        raise NotImplementedError
+
+    def accumulate(self, total: Statistics, new: Statistics) -> Statistics:
+        """Combines the statistics of earlier chunks with those of one more chunk."""
+        return jax.tree.map(jnp.add, total, new)
+
+    def score(self, tokens: LayerTokens, statistics: Statistics, keep: jax.Array) -> jax.Array:
+        """Scores tokens; those with the highest scores are kept.
+
+        Args:
+          tokens: the layer's tokens.
+          statistics: accumulated over all chunks; None if the method observes no queries.
+          keep: int32 scalar, number of tokens that each head keeps.
+
+        Returns:
+          `[K, S]` float32, FORCED for tokens that the method always keeps. Values in slots without
+          a token are ignored.
         """
         raise NotImplementedError
 
     def choose(self, scores: jax.Array, keep: jax.Array) -> jax.Array:
-        """Which tokens stay, `[K, S]` bool: of each head the `keep` best, of equals the last.
+        """Returns which tokens are kept, `[K, S]` bool: for each head the `keep` best; of equal
+        scores the later token wins.
 
         Args:
-          scores: `[K, S]`, minus infinity in slots without a token, infinite for protected tokens.
-          keep: int32 scalar, tokens of each head.
+          scores: `[K, S]`, minus infinity in slots without a token, infinity for protected tokens.
+          keep: int32 scalar, number of tokens that each head keeps.
         """
         return ranks(scores) < keep
 
     def budgets(
         self, num_layers: int, num_tokens: int, keep: int, num_protected: int = 0
     ) -> list[int]:
-        """Tokens that each layer's heads keep, `keep` on average, and none more than there are or
-        fewer than are protected (`keep` at most)."""
+        """Returns how many tokens the heads of each layer keep.
+
+        Args:
+          num_layers: layers that drop tokens.
+          num_tokens: length of the sequence.
+          keep: the average over the layers must be this.
+          num_protected: tokens that must be kept, `keep` at most; no layer may keep fewer.
+        """
         return [keep] * num_layers
 
 
 def ranks(scores: jax.Array) -> jax.Array:
-    """Place of each of `[..., S]` scores when sorted, highest first, of equals the last first."""
+    """Returns the rank of each of `[..., S]` scores, 0 for the highest. Of equal scores the later
+    one ranks first."""
     order = jnp.argsort(-scores[..., ::-1], axis=-1, stable=True)
     places = jnp.argsort(order, axis=-1, stable=True)
     return places[..., ::-1].astype(jnp.int32)
+
+
+def part_of(count: jax.Array, part: float) -> jax.Array:
+    """Returns `part * count` rounded down, exact for parts of up to three decimals."""
+    exact = Fraction(str(part)).limit_denominator(1000)
+    return count * exact.numerator // exact.denominator
+
+
+def check_integer(name: str, value: Any, least: int = 1) -> None:
+    """Raises ValueError, which names the field, unless `value` is an int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+
+
+def check_part(name: str, value: Any) -> None:
+    """Raises ValueError, which names the field, unless `value` is a number from 0 to 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")

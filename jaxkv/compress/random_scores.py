@@ -1,20 +1,34 @@
-"""Random: any tokens stay. The baseline that a method has to beat."""
+"""Random scores: the baseline that every method has to beat."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.compress.method import LayerTokens, ScoreMethod, Seen
+from jaxkv.compress.inputs import LayerTokens
+from jaxkv.compress.method import ScoreMethod, check_integer
 
 
-class Random(ScoreMethod):
-    """Uniform numbers, drawn by seed, number of tokens, layer, head and slot alone."""
+@dataclass(frozen=True)
+class Random(ScoreMethod[None]):
+    """Keeps tokens at random.
 
-    name = "random"
+    Scores are uniform numbers that depend only on the seed, the length of the sequence, the layer,
+    the head and the slot, so a sequence that is computed again keeps the same tokens.
 
-    def __init__(self, seed: int = 0):
-        self.seed = seed
+    Attributes:
+      seed: of the random numbers.
 
-    def score(self, tokens: LayerTokens, seen: Seen, keep: jax.Array) -> jax.Array:
+    Example:
+      `Compression(method=Random(seed=1), budget="50%")`
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer("seed", self.seed, least=0)
+
+    def score(self, tokens: LayerTokens, statistics: None, keep: jax.Array) -> jax.Array:
         """See `ScoreMethod.score`."""
         key = jax.random.fold_in(jax.random.key(self.seed), tokens.num_tokens)
         key = jax.random.fold_in(key, tokens.layer)

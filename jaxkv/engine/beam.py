@@ -4,10 +4,12 @@ A beam that goes on in two ways is forked: both share its pages, and copy one on
 Other requests may run on the same engine meanwhile; they advance with it.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from jaxkv.engine.completion import Completion
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.request import MAX_TOP_LOGPROBS, Completion, Request, RequestError
+from jaxkv.engine.request import MAX_TOP_LOGPROBS, Request, RequestError
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def beam_search(
     return sorted(done, key=lambda beam: -beam.score(length_penalty))[:width]
 
 
-def _grow(live: list[_Live], stop_ids: frozenset[int]) -> list[tuple[Beam, _Live]]:
+def _grow(live: list[_Live], stop_ids: Collection[int]) -> list[tuple[Beam, _Live]]:
     """All beams one token longer, likeliest first, each with the one that it goes on from."""
     grown = [
         (Beam((*one.beam.tokens, token), one.beam.logprob + logprob, token in stop_ids), one)

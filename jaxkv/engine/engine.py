@@ -1,65 +1,62 @@
 """The engine: turns requests into steps and steps into tokens.
 
-Life of a request: `submit` checks it and queues a sequence; `step` asks the scheduler for a plan,
-copies the pages that are shared in part, runs the jitted step with the cache donated, and books the
-result: tokens are appended, text is settled, what is computed becomes known to the prefix index,
-finished sequences give their pages back. `abort` ends one in any state.
-Not here: which sequence goes first (`scheduler`), what a step computes (`step`, `sampling`).
+submit   checks a request (`admission`) and queues a sequence
+step     plans (`scheduler`), copies shared pages, runs the jitted step (`step`) with the cache
+         donated, and books the result: tokens are appended, text is settled, computed pages
+         enter the prefix index, and finished sequences give their pages back
+abort    ends a request in any state
 """
 
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
 
 import jax
 import numpy as np
 
-from jaxkv.cache import KVCache, format_id, init_cache
+from jaxkv.cache import format_id
+from jaxkv.engine.admission import Admission
+from jaxkv.engine.completion import Completion, Delta, FinishReason
 from jaxkv.engine.config import EngineConfig
+from jaxkv.engine.dropping import DropStage
 from jaxkv.engine.host import HostSide
+from jaxkv.engine.logprobs import book_logprobs, book_prompt_logprobs
 from jaxkv.engine.metrics import EngineMetrics, PoolState
-from jaxkv.engine.model import DecodeModel
-from jaxkv.engine.prompt_logprobs import book_prompt_logprobs
-from jaxkv.engine.request import (
-    Completion,
-    Delta,
-    DetokenizerFactory,
-    FinishReason,
-    Request,
-    RequestError,
-    TokenLogprob,
-)
-from jaxkv.engine.sampling import Sampled, SamplingRows
-from jaxkv.engine.scheduler import PageCopy, Scheduler, StepPlan
-from jaxkv.engine.sequence import Sequence, mark_seen
-from jaxkv.engine.shortener import Shortener
+from jaxkv.engine.request import Request, RequestError
+from jaxkv.engine.runner import StepRunner
+from jaxkv.engine.sampling import SeenTokens
+from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.sequence import Fork, Sequence
 from jaxkv.engine.sizing import cache_capacity, longest_sequence, plan_cache
-from jaxkv.engine.step import (
-    ShapeTable,
-    StepFunctions,
-    StepLayout,
-    StepResult,
-    StepShape,
-    build_buffer,
-)
-from jaxkv.engine.stopping import AnswerText
-from jaxkv.engine.streams import Streams
-from jaxkv.prefix import Event, Namespace, ShortenedTables, pack
+from jaxkv.engine.step import StepFunctions, StepResult
+from jaxkv.engine.step_plan import StepPlan
+from jaxkv.engine.stopping import AnswerText, DetokenizerFactory
+from jaxkv.model import DecodeModel
+from jaxkv.prefix import Event, Namespace
 
 
 class Engine:
     """Continuous batching of one model over a paged KV cache.
 
+    Example:
+      >>> engine = Engine(load_model("smollm2-135m").model, EngineConfig(max_sequences=2))
+      >>> engine.warm_up()
+      >>> requests = [Request(prompt=[1, 2, 3], max_new_tokens=8), Request(prompt=[4, 5])]
+      >>> for completion in engine.generate(requests):
+      ...     print(completion.tokens)
+
     Attributes:
-      config: sizes and choices.
-      spec: of the cache.
-      pools: page pool of each layer group.
-      index: of cached prefixes; None where the config switches it off.
-      pins: prefixes that stay in it; None as well.
-      shapes: that a step may have, each compiled when it is first needed.
+      config: its sizes and choices.
+      spec: the shapes and formats of its cache.
+      max_length: longest sequence that it takes, prompt and answer.
+      pools: the page pool of each layer group.
+      index: the index of cached prefixes; None if the config switches it off.
+      pins: prefixes that stay in the index; None without an index.
+      shapes: the shapes that a step may have. Each is compiled when it is first needed.
       steps: the compiled functions.
-      metrics: what was done so far.
+      metrics: counters of what it has done.
     """
 
     def __init__(
@@ -71,36 +68,31 @@ class Engine:
         page_events: Callable[[Event], None] | None = None,
         steps: StepFunctions | None = None,
     ):
-        """Allocates the cache; nothing is compiled yet.
+        """Allocates the cache. Nothing is compiled yet.
 
         Args:
           model: the decoder.
           config: sizes and choices; None takes the defaults.
-          detokenizer: makes a detokenizer a request; None leaves answers without text, and
-            refuses stop strings.
-          page_events: called with each page that the prefix index stores or lets go.
-          steps: of another engine with the same model, backend and determinism, so that two engines
-            compile each step once.
+          detokenizer: makes a detokenizer for each request. Without it answers have no text, and
+            requests with stop strings are refused.
+          page_events: called with each page that the prefix index stores or removes.
+          steps: the compiled functions of another engine with the same model, backend, determinism
+            and sampler, so that each step is compiled once for both.
 
         Raises:
-          ValueError: a value of `config` that cannot be used, or other engine's steps.
+          ValueError: `config` does not fit the model, or `steps` do not fit both.
         """
         self.config = config or EngineConfig()
-        self.config.check()
         self._model = model
         self._detokenizer = detokenizer
         self.spec = plan_cache(model, self.config)
-        self._cache = init_cache(self.spec)
         self.max_length = longest_sequence(model, self.config, self.spec)
         host = HostSide.build(self.spec, self.config, self.max_length, page_events)
         self.pools, self.index, self.pins = host.pools, host.index, host.pins
-        self._tables = host.tables
+        self._tables, self._dropper = host.tables, host.dropper
         self._bytes_per_page = [self.spec.bytes_per_page(g) for g in range(len(self.pools))]
-        self.shapes = ShapeTable.plan(
-            self.config.max_sequences,
-            self.config.token_budget,
-            deterministic=self.config.deterministic,
-        )
+        self._runner = StepRunner(model, self.config, self.spec, self._tables, steps)
+        self.shapes, self.steps = self._runner.shapes, self._runner.steps
         self._scheduler = Scheduler(
             self._tables,
             self.index,
@@ -108,33 +100,25 @@ class Engine:
             token_budget=min(self.config.token_budget, self.shapes.most_tokens),
             scheduling=self.config.scheduling,
         )
-        self.steps = steps or StepFunctions(
-            model, backend=self.config.backend, deterministic=self.config.deterministic
+        self._dropping = self._make_dropping()
+        self._admission = Admission(
+            vocab_size=model.vocab_size,
+            max_positions=model.max_positions,
+            capacity=cache_capacity(self.spec, self.config),
+            max_length=self.max_length,
+            has_text=detokenizer is not None,
+            budget=None if self._dropping is None else self._dropping.budget,
         )
-        self.steps.check(model, self.config.backend, self.config.deterministic)
-        self._shortener = self._make_shortener()
-        self._layouts: dict[StepShape, StepLayout] = {}  # of the shapes that were run
-        self._sampling = SamplingRows(self.config.max_sequences, model.vocab_size)
         self._sequences: dict[int, Sequence] = {}
-        self._streams = Streams()
+        self._followed: dict[int, deque[Delta]] = {}  # by request, the deltas to yield
         self._next_id = 0
         self.metrics = EngineMetrics()
 
-    def _make_shortener(self) -> Shortener | None:
+    def _make_dropping(self) -> DropStage | None:
         compression = self.config.compression
         if compression is None or compression.is_window:
             return None
-        assert isinstance(self._tables, ShortenedTables)
-        compressor = self.steps.compressor(compression.score_method(), self._cache)
-        parts = self._scheduler, self._tables, self.index
-        return Shortener(compression, compressor, *parts, copy=self._copied)
-
-    def _copied(self, cache: KVCache, copies: list[PageCopy]) -> KVCache:
-        """The cache, which is donated, with pages copied, of whose number a step may have more."""
-        most = self.config.max_sequences
-        for start in range(0, len(copies), most):
-            cache = self.steps.copy(cache, copies[start : start + most], most)
-        return cache
+        return DropStage(compression, self._runner, self._scheduler, self._tables, self._dropper)
 
     @property
     def has_work(self) -> bool:
@@ -151,147 +135,168 @@ class Engine:
 
     @property
     def pool_states(self) -> list[PoolState]:
-        """Pages that are free, cached and held, of each layer group."""
+        """Free, cached and held pages of each layer group."""
         return [PoolState(pool.num_free, pool.num_cached, pool.num_held) for pool in self.pools]
 
-    def namespace(
-        self, adapter: tuple[str, int] | None = None, cache_salt: str | None = None
-    ) -> Namespace:
-        """Where the index keeps the prefixes of requests with this adapter and salt."""
+    def namespace(self, cache_salt: str | None = None) -> Namespace:
+        """Where the index keeps the prefixes of requests with this salt."""
         compression = self.config.compression
-        method = compression.name if compression is not None and compression.is_window else ""
-        formats = format_id(self.spec.formats)
-        return Namespace(kv_format=formats, method=method, adapter=adapter, salt=cache_salt)
+        window = compression if compression is not None and compression.is_window else None
+        return Namespace(kv_format=format_id(self.spec.formats), window=window, salt=cache_salt)
+
+    def warm_up(self) -> None:
+        """Compiles every shape of step and the page copy, so that no request waits for a compiler.
+
+        Each is run once on the null page. Cached prefixes, running requests and metrics stay as
+        they are. What only some requests need is still compiled when it is first used: the
+        log-probabilities of prompts, and dropping tokens.
+        """
+        self._runner.warm_up()
+        self.metrics.step_shapes = self._runner.num_shapes
 
     def submit(self, request: Request, *, stepwise: bool = False) -> Completion:
         """Queues a request.
 
         Args:
           request: the request.
-          stepwise: wait after each token until `resume` says with which one to go on. Such a
+          stepwise: pause after each token until `resume` says with which token to go on. Such a
             request has no text.
 
         Returns:
-          Its completion, which later steps fill; further answers (`Request.n`) are its `samples`.
+          Its completion, which later steps fill. The completions of further answers (`Request.n`)
+          are its `samples`.
 
         Raises:
           RequestError: the request can never be served; nothing is queued.
         """
-        request.check(self._model.vocab_size)
-        longest = self.max_length - min(1, request.max_new_tokens)  # a token of answer at least
-        if len(request.prompt) > longest:
-            capacity = cache_capacity(self.spec, self.config)
-            cache = "" if capacity is None else f", the cache {capacity}"
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens; the longest that fits is {longest} "
-                f"(the model takes {self._model.max_positions} with the answer{cache})"
-            )
-        if self._shortener is not None:
-            self._shortener.check(request)
-        elif request.context is not None or request.protect:
-            raise RequestError(
-                "context and protect need an engine with a score method (windows are none)"
-            )
-        if request.stop_strings and (stepwise or self._detokenizer is None):
-            raise RequestError("stop strings need an engine with a detokenizer, and no stepwise")
-        if request.n > 1 and stepwise:
-            raise RequestError("a stepwise request has one answer: fork it for more")
+        self._admission.check(request, stepwise=stepwise)
         first = self._queue(request, stepwise=stepwise)
         for i in range(1, request.n):
-            sampling = dataclasses.replace(
-                request.sampling, seed=(request.sampling.seed + i) % (1 << 32)
-            )
-            other = dataclasses.replace(request, sampling=sampling, n=1)
-            sample = self._queue(other, fork_of=first)
-            first.completion.samples.append(sample.completion)
+            seed = (request.sampling.seed + i) % (1 << 32)
+            sampling = dataclasses.replace(request.sampling, seed=seed)
+            sample = dataclasses.replace(request, sampling=sampling, n=1)
+            first.completion.samples.append(self._queue(sample, parent=first).completion)
         return first.completion
-
-    def submit_or_refuse(self, request: Request) -> Completion:
-        """Queues a request as `submit`; one that is refused has ended, with the error."""
-        try:
-            return self.submit(request)
-        except RequestError as error:
-            refused = Completion(
-                self._next_id,
-                len(request.prompt) if isinstance(request.prompt, tuple) else 0,
-                finish_reason=FinishReason.ERROR,
-                error=str(error),
-            )
-            self._next_id += 1
-            return refused
-
-    def fork(self, request_id: int, *, last_token: int) -> Completion:
-        """Starts a further request that goes on from what a stepwise one has generated so far.
-
-        The two share pages up to there, and from then on have nothing to do with each other.
-
-        Args:
-          request_id: of a stepwise request that waits after a token.
-          last_token: in place of the token that was generated last.
-
-        Raises:
-          RequestError: no such request waits, or the token is not in the vocabulary.
-        """
-        origin = self._paused(request_id, last_token)
-        tokens = array("i", origin.tokens)
-        sequence = self._queue(origin.request, fork_of=origin, tokens=tokens, stepwise=True)
-        sequence.completion.tokens = list(origin.completion.tokens)
-        sequence.completion.logprobs = list(origin.completion.logprobs)
-        self._go_on(sequence, last_token)
-        return sequence.completion
-
-    def resume(self, request_id: int, last_token: int) -> None:
-        """Lets a stepwise request go on, with `last_token` for the one it generated last.
-
-        Raises:
-          RequestError: no such request waits, or the token is not in the vocabulary.
-        """
-        self._go_on(self._paused(request_id, last_token), last_token)
-
-    def abort(self, request_id: int) -> None:
-        """Ends a request in any state; one that has ended stays as it is.
-
-        Its row is free at once, and what it computed stays cached.
-        """
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._finish(sequence, FinishReason.ABORT)
 
     def step(self) -> list[Delta]:
         """Runs one step.
 
         Returns:
-          What it added, an entry a request that got a token or ended; empty when idle.
+          An entry for each request that got a token or ended; empty if no request is unfinished.
         """
         start = time.perf_counter()
         plan = self._scheduler.plan()
         if plan is None:
             return self._refuse_stuck()
         self.metrics.peak_kv_bytes = max(self.metrics.peak_kv_bytes, self.kv_bytes_held)
-        if plan.copies:
-            self._cache = self.steps.copy(self._cache, plan.copies, self.config.max_sequences)
-        layout = self._layout(self.shapes.fit(plan))
         for sequence in plan.started:
-            self._sampling.set(sequence.row, sequence.request.sampling)
             if not sequence.was_preempted:
-                self.metrics.prompt_tokens += len(sequence.tokens)
-                self.metrics.cached_tokens += sequence.num_found
-        buffer = build_buffer(plan, layout, self._tables, self._sampling.controls)
-        seen = self._sampling.seen(plan.seen, layout.shape.num_sequences)
+                self.metrics.add_start(len(sequence.tokens), sequence.num_found)
+        call = self._runner.prepare(plan)
         launched = time.perf_counter()
-        result, self._cache = self.steps.run(self._cache, buffer, seen, layout)
+        result = self._runner.run(call)
         tokens = np.asarray(result.sampled.token).tolist()  # waits for the step
         done = time.perf_counter()
         deltas = self._book(plan, result, tokens)
-        if self._shortener is not None:
-            self._cache, stuck = self._shortener.shorten(self._cache, plan.sequences)
-            for sequence in stuck:
-                self._finish(sequence, FinishReason.ERROR)
-                deltas.append(Delta(sequence.completion, (), ""))
+        if self._dropping is not None:
+            failed = self._dropping.after_step(plan.sequences)
+            deltas += [self._finish(sequence, FinishReason.ERROR) for sequence in failed]
         end = time.perf_counter()
         self.metrics.host_seconds += launched - start + end - done
         self._count(plan, end - start)
         return deltas
+
+    def stream(self, requests: Iterable[Request]) -> Generator[Delta, None, None]:
+        """Serves requests together and yields what each step adds to them.
+
+        A request that is refused yields one delta with finish reason `error`; the others are
+        served. Further answers (`Request.n`) have completions of their own. Several streams may
+        take turns on one engine: each yields only its own requests. If the iterator is closed
+        early, its unfinished requests are aborted.
+        """
+        yield from self.follow(self.submit_all(requests))
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Serves requests together and returns their completions in order; see `stream`."""
+        completions = self.submit_all(requests)
+        for _ in self.follow(completions):
+            pass
+        return completions
+
+    def submit_all(self, requests: Iterable[Request]) -> list[Completion]:
+        """Queues requests; one that is refused has ended, with the reason as its `error`."""
+        completions: list[Completion] = []
+        try:
+            for request in requests:
+                try:
+                    completions.append(self.submit(request))
+                except RequestError as error:
+                    refused = Completion(self._next_id, len(request.prompt), error=str(error))
+                    refused.finish_reason = FinishReason.ERROR
+                    completions.append(refused)
+                    self._next_id += 1
+        except BaseException:  # of the iterable
+            self._abort_all(completions)
+            raise
+        return completions
+
+    def follow(self, completions: Iterable[Completion]) -> Generator[Delta, None, None]:
+        """Runs steps until submitted requests have ended, and yields what is new of them.
+
+        The rules of `stream` hold.
+        """
+        served = [one for completion in completions for one in (completion, *completion.samples)]
+        deltas = deque(Delta(one, (), "") for one in served if one.error is not None)
+        self._followed |= {one.request_id: deltas for one in served}
+        try:
+            while True:
+                while deltas:
+                    yield deltas.popleft()
+                if all(one.finish_reason is not None for one in served):
+                    return
+                for delta in self.step():
+                    if delta.completion.request_id in self._followed:
+                        self._followed[delta.completion.request_id].append(delta)
+        finally:
+            self._abort_all(served)
+            for one in served:
+                self._followed.pop(one.request_id)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request in any state; one that has ended stays as it is.
+
+        Its row is free at once. What it computed stays cached.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, FinishReason.ABORT)
+
+    def fork(self, request_id: int, *, last_token: int) -> Completion:
+        """Starts a further request that goes on from what a stepwise one has generated so far.
+
+        The two share pages up to there and are independent from then on.
+
+        Args:
+          request_id: of a stepwise request that is paused after a token.
+          last_token: replaces the token that was generated last.
+
+        Raises:
+          RequestError: no such request is paused, or the token is not in the vocabulary.
+        """
+        parent = self._paused(request_id, last_token)
+        fork = self._queue(parent.request, parent=parent, stepwise=True)
+        fork.completion.tokens = list(parent.completion.tokens)
+        fork.completion.logprobs = list(parent.completion.logprobs)
+        fork.resume(last_token)
+        return fork.completion
+
+    def resume(self, request_id: int, last_token: int) -> None:
+        """Ends the pause of a stepwise request; `last_token` replaces the one it generated last.
+
+        Raises:
+          RequestError: no such request is paused, or the token is not in the vocabulary.
+        """
+        self._paused(request_id, last_token).resume(last_token)
 
     def reset_cache(self) -> None:
         """Forgets all cached prefixes, as after a change of the model's weights.
@@ -302,111 +307,72 @@ class Engine:
         if self.index is not None:
             self.index.reset()
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Delta]:
-        """Serves requests together, yielding what each step adds to them.
-
-        A request that is refused yields one delta with finish reason `error`, and leaves the
-        others alone; further answers (`Request.n`) come with their own completions. Several streams
-        may run by turns on one engine: each yields its own requests alone. Leaving the iterator
-        early aborts what is unfinished.
-        """
-        return self._streams.serve(self, requests, [])
-
-    def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Serves requests together and returns their completions in order; see `stream`."""
-        completions: list[Completion] = []
-        for _ in self._streams.serve(self, requests, completions):
-            pass
-        return completions
-
     def _queue(
-        self,
-        request: Request,
-        *,
-        fork_of: Sequence | None = None,
-        tokens: array | None = None,
-        stepwise: bool = False,
+        self, request: Request, *, parent: Sequence | None = None, stepwise: bool = False
     ) -> Sequence:
-        """Makes a sequence of a checked request and queues it.
-
-        Args:
-          request: the request.
-          fork_of: a sequence to share pages with.
-          tokens: what the sequence begins with; None for the prompt.
-          stepwise: see `submit`.
-        """
-        if tokens is None:
-            tokens = array("i", pack(request.prompt))
+        """Queues a sequence for a checked request; it begins with the tokens of `parent`."""
+        tokens = array("i", request.prompt if parent is None else parent.tokens)
         completion = Completion(self._next_id, len(request.prompt))
+        self._next_id += 1
+        fork = None
         if request.prompt_logprobs:
             completion.prompt_logprobs = np.full(len(request.prompt), np.nan, np.float32)
             completion.prompt_greedy = np.zeros(len(request.prompt), bool)
+        elif parent is not None:
+            fork = Fork(parent, len(tokens) - 1)
+        text = seen = None
+        if self._detokenizer is not None and not stepwise:
+            text = AnswerText(self._detokenizer(), request.stop_strings)
+        if request.sampling.repetition_penalty != 1.0:
+            seen = SeenTokens(self._model.vocab_size, tokens)
         sequence = Sequence(
             request=request,
             completion=completion,
-            namespace=self.namespace(request.adapter, request.cache_salt),
+            namespace=self.namespace(request.cache_salt),
             max_tokens=min(len(request.prompt) + request.max_new_tokens, self.max_length),
             tokens=tokens,
-            text=None if stepwise else self._answer_text(request),
-            seen=self._seen(request, tokens),
+            text=text,
+            seen=seen,
             submitted=time.perf_counter(),
-            fork_of=None if request.prompt_logprobs else fork_of,
-            fork_at=len(tokens) - 1,
+            fork=fork,
             stepwise=stepwise,
         )
-        if self._shortener is not None:
-            self._shortener.prepare(sequence)
+        if self._dropping is not None:
+            self._dropping.prepare(sequence)
         self._sequences[completion.request_id] = sequence
-        self._next_id += 1
         self._scheduler.add(sequence)
         return sequence
 
     def _paused(self, request_id: int, last_token: int) -> Sequence:
-        """A stepwise request that waits after a token, for which `last_token` may stand."""
+        """A stepwise request that is paused after a token, which `last_token` may replace."""
         sequence = self._sequences.get(request_id)
         if sequence is None or not sequence.paused:
             raise RequestError(f"request {request_id} does not wait after a token")
-        if not 0 <= last_token < self._model.vocab_size:
-            raise RequestError(f"token id {last_token} is outside the vocabulary")
+        self._admission.check_token(last_token)
         return sequence
 
-    def _go_on(self, sequence: Sequence, last_token: int) -> None:
-        sequence.tokens[-1] = sequence.completion.tokens[-1] = last_token
-        sequence.seen = self._seen(sequence.request, sequence.tokens)
-        sequence.paused = False
-
-    def _answer_text(self, request: Request) -> AnswerText | None:
-        if self._detokenizer is None:
-            return None
-        return AnswerText(self._detokenizer(), request.stop_strings)
-
-    def _seen(self, request: Request, tokens: array) -> np.ndarray | None:
-        if request.sampling.repetition_penalty == 1.0:
-            return None
-        seen = np.zeros(-(-self._model.vocab_size // 8), np.uint8)
-        mark_seen(seen, tokens.tolist())
-        return seen
+    def _abort_all(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            for one in (completion, *completion.samples):
+                self.abort(one.request_id)
 
     def _book(self, plan: StepPlan, result: StepResult, tokens: list[int]) -> list[Delta]:
         """Applies a step's result to its sequences."""
         book_prompt_logprobs(plan, result, self.steps)
         self._scheduler.advance(plan)
-        sampled = result.sampled
-        if plan.wants_logprobs:
-            sampled = jax.device_get(sampled)
+        sampled = jax.device_get(result.sampled) if plan.wants_logprobs else result.sampled
         now = time.perf_counter()
         deltas = []
-        # Behind the sequences' tokens come those of padding.
+        # `tokens` has an entry for padding after those of the sequences.
         for row, (sequence, token) in enumerate(zip(plan.sequences, tokens, strict=False)):
             if sequence.num_uncomputed:
                 continue
             completion = sequence.completion
             if not sequence.request.max_new_tokens:  # no answer was asked for
-                self._finish(sequence, FinishReason.LENGTH)
-                deltas.append(Delta(completion, (), ""))
+                deltas.append(self._finish(sequence, FinishReason.LENGTH))
                 continue
             if sequence.is_reported:
-                self._report(sequence, row, sampled, result.logits)
+                book_logprobs(sequence, row, sampled, result.logits)
             if completion.first_token_seconds is None:
                 completion.first_token_seconds = now - sequence.submitted
             text, reason = sequence.append(token)
@@ -416,28 +382,18 @@ class Engine:
         self.metrics.generated_tokens += sum([len(delta.tokens) for delta in deltas])
         return deltas
 
-    def _report(self, sequence: Sequence, row: int, sampled: Sampled, logits: jax.Array) -> None:
-        """Adds what a request wants to know of a token, besides the token."""
-        n, completion = sequence.request.logprobs, sequence.completion
-        if n is not None:
-            top_tokens, top_logprobs = sampled.top_tokens[row, :n], sampled.top_logprobs[row, :n]
-            top = tuple(zip(top_tokens.tolist(), top_logprobs.tolist(), strict=True))
-            logprob = TokenLogprob(int(sampled.token[row]), float(sampled.logprob[row]), top)
-            completion.logprobs.append(logprob)
-        if sequence.request.keep_logits:
-            completion.logits.append(np.array(logits[row]))
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """The one place where a request ends."""
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Delta:
+        """Ends a request: the only place that does. Returns a delta that says so."""
         sequence.completion.finish_reason = reason
         sequence.completion.seconds = time.perf_counter() - sequence.submitted
         self._scheduler.remove(sequence)
         del self._sequences[sequence.completion.request_id]
+        return Delta(sequence.completion, (), "")
 
     def _refuse_stuck(self) -> list[Delta]:
-        """Ends the first waiting request where not even it alone finds pages: others than
-        sequences hold too many."""
-        for sequence in self._scheduler.waiting.in_order():
+        """Ends the first waiting request if nothing runs and it finds no pages all the same: pins
+        or callers hold too many."""
+        for sequence in self._scheduler.waiting_in_order():
             if not sequence.paused:
                 held = [  # many groups say the same
                     f"of {pool.capacity} pages {pool.num_held} are held, "
@@ -448,25 +404,14 @@ class Engine:
                     f"{len(sequence.tokens)} tokens need more pages than are left: "
                     + "; ".join(dict.fromkeys(held))
                 )
-                self._finish(sequence, FinishReason.ERROR)
-                return [Delta(sequence.completion, (), "")]
+                return [self._finish(sequence, FinishReason.ERROR)]
         return []
-
-    def _layout(self, shape: StepShape) -> StepLayout:
-        if shape not in self._layouts:
-            self._layouts[shape] = StepLayout(
-                shape=shape,
-                num_groups=len(self.pools),
-                max_pages=self._tables.pages[0].shape[1],
-                shortens=self._shortener is not None,
-            )
-        return self._layouts[shape]
 
     def _count(self, plan: StepPlan, seconds: float) -> None:
         metrics = self.metrics
         metrics.add_step(plan.total_tokens, seconds, is_prefill=not plan.is_decode)
         metrics.copied_pages += len(plan.copies)
         metrics.num_preemptions = self._scheduler.num_preemptions
-        metrics.step_shapes = len(self._layouts)
+        metrics.step_shapes = self._runner.num_shapes
         if self.index is not None:
             metrics.evicted_pages = self.index.counters.evicted_pages

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from jaxkv.cache import CacheSpec
 from jaxkv.engine.config import EngineConfig
-from jaxkv.prefix import POLICIES, Event, PagePool, PageTables, Pins, PrefixIndex, ShortenedTables
+from jaxkv.prefix import (
+    Event,
+    PagePool,
+    PageTables,
+    Pins,
+    PrefixIndex,
+    TokenDropper,
+    make_index,
+    make_pool,
+)
 
 
 @dataclass(frozen=True)
@@ -19,12 +28,14 @@ class HostSide:
     index: of cached prefixes; None where the config switches it off.
     pins: prefixes that stay in it; None as well.
     tables: a row of pages for each running sequence.
+    dropper: drops tokens of rows.
     """
 
     pools: list[PagePool]
     index: PrefixIndex | None
     pins: Pins | None
     tables: PageTables
+    dropper: TokenDropper
 
     @classmethod
     def build(
@@ -43,11 +54,9 @@ class HostSide:
           page_events: called with each page that the index stores or lets go.
         """
         P, compression = spec.page_size, config.compression
-        drops = compression is not None and not compression.is_window
-        make_tables = ShortenedTables if drops else PageTables
         lookback = 0 if compression is None else compression.lookback
         pools = [
-            PagePool(n, null=group.head * n)
+            make_pool(n, group.window, null=group.head * n)
             for n, group in zip(spec.num_pages, spec.groups, strict=True)
         ]
         # Where methods look at queries once more, windows keep what these see.
@@ -58,10 +67,11 @@ class HostSide:
         sink_pages = [group.sink_pages for group in spec.groups]
         index = pins = None
         if config.prefix_cache:
-            policy = POLICIES[config.eviction]()
-            index = PrefixIndex(pools, P, windows, sink_pages, policy=policy, events=page_events)
+            index = make_index(
+                pools, P, windows, sink_pages, eviction=config.eviction, events=page_events
+            )
             pins = Pins(index)
-        tables = make_tables(
+        tables = PageTables(
             pools,
             P,
             max_sequences=config.max_sequences,
@@ -71,4 +81,4 @@ class HostSide:
             index=index,
             pins=pins,
         )
-        return cls(pools, index, pins, tables)
+        return cls(pools, index, pins, tables, TokenDropper(tables, index))

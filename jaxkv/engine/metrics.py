@@ -1,11 +1,17 @@
-"""What an engine has done so far, counted on the host."""
+"""Counters of what an engine has done so far."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class PoolState(NamedTuple):
-    """Pages of one layer group by what they are; they add up to the capacity."""
+    """The pages of one layer group by state. They sum to the pool's capacity.
+
+    Attributes:
+      free: in no sequence and not in the index.
+      cached: in the index only.
+      held: in use by a sequence or a pin.
+    """
 
     free: int
     cached: int
@@ -16,21 +22,21 @@ class PoolState(NamedTuple):
 class EngineMetrics:
     """Counters since the engine was made.
 
-    A step that computes a chunk of any prompt counts as prefill, whole; others as decode.
+    A step that computes several tokens of some sequence counts as prefill, all others as decode.
 
     Attributes:
-      prefill_tokens, decode_tokens: query tokens computed in steps of either kind.
+      prefill_tokens, decode_tokens: query tokens computed in steps of each kind.
       prefill_seconds, decode_seconds: wall time of those steps, compilation included.
-      host_seconds: the part of them in which the device had nothing to do.
+      host_seconds: the part of that time in which the device had nothing to do.
       num_steps: steps run.
-      prompt_tokens, cached_tokens: tokens of the requests that were started, and those of them
-        whose K and V were cached.
+      prompt_tokens: tokens of the requests that were started.
+      cached_tokens: how many of those were in the prefix cache.
       generated_tokens: tokens drawn.
-      copied_pages: pages copied on write, in all layer groups.
-      evicted_pages: pages that the index let go: evicted, or outgrown by a fuller one.
+      copied_pages: pages copied before a sequence wrote to them, in all layer groups.
+      evicted_pages: pages that the index removed, evicted or replaced by a fuller one.
       num_preemptions: how often a sequence gave up its pages and started again.
-      peak_kv_bytes: most bytes of pages held at once.
-      step_shapes: shapes that were run, each compiled once.
+      peak_kv_bytes: largest number of bytes of pages held at once.
+      step_shapes: shapes of steps that were run, each compiled once.
     """
 
     prefill_tokens: int = 0
@@ -48,13 +54,18 @@ class EngineMetrics:
     peak_kv_bytes: int = 0
     step_shapes: int = 0
 
+    def add_start(self, num_tokens: int, num_cached: int) -> None:
+        """Counts a request that starts for the first time."""
+        self.prompt_tokens += num_tokens
+        self.cached_tokens += num_cached
+
     @property
     def hit_rate(self) -> float:
         """Share of the started requests' tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def add_step(self, num_tokens: int, seconds: float, *, is_prefill: bool) -> None:
-        """Books one step."""
+        """Counts a step."""
         self.num_steps += 1
         if is_prefill:
             self.prefill_tokens += num_tokens

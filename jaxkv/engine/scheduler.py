@@ -1,104 +1,36 @@
-"""Which tokens of which sequences the next step computes: pure host logic, no arrays of K or V.
+"""Which tokens of which sequences the next step computes: pure host logic without K or V.
 
-Under a budget of tokens a step, sequences that decode go first, one token each; what is left goes
-to prompts, in chunks: those under way, then waiting ones, in the order of the queue (`waiting`),
-from behind what the prefix index has of them. A sequence whose next tokens another one is about to
-compute waits for it, and finds them cached. Where the pages run out, the sequence that counts least
-gives up its row and starts again later, from what is then still cached of it.
+A step has a budget of tokens. Sequences that decode get one token each. The rest of the budget goes
+to prompts, in chunks: first to prompts that run already, then to waiting sequences, which start
+after the part of their tokens that the prefix index has. A sequence whose next tokens a running one
+is about to compute waits and then finds them cached. If the pages run out, the least important
+sequence gives up its row and starts again later, from what is still cached of it.
+
+    fcfs      first come, first served
+    lpm       longest cached prefix first, so that cached pages are used before they are evicted; a
+              sequence that was overtaken AGE_GUARD times goes before all that would overtake it
+    priority  highest priority first; equal ones by arrival
 """
 
 import time
-from array import array
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
 
 from jaxkv.engine.sequence import Sequence
+from jaxkv.engine.step_plan import Draft, PageCopy, StepPlan, int32
 from jaxkv.engine.waiting import WaitingQueue
-from jaxkv.prefix import (
-    OutOfPages,
-    PageTables,
-    PrefixIndex,
-    ShortenedTables,
-    SnapshotKey,
-    common_length,
-)
+from jaxkv.prefix import OutOfPages, PageTables, PrefixIndex, common_length
 
-
-def int32(values: Iterable[int]) -> NDArray[np.int32]:
-    """An array of Python's integers, in a quarter of the time that numpy takes to read them."""
-    return np.frombuffer(array("i", values), np.int32)
-
-
-@dataclass(frozen=True)
-class PageCopy:
-    """A page to copy before a step writes any: page ids of one layer group."""
-
-    group: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What one step computes, in batch order; every sequence has pages for its share.
-
-    Attributes:
-      sequences: whose tokens.
-      num_tokens: of each sequence, how many of its uncomputed tokens.
-      rows: of each sequence, its row of the page tables.
-      lengths: of each sequence, its tokens that are computed after the step.
-      started: those of them that have a row since this plan.
-      copies: pages to copy first; reads come before writes.
-    """
-
-    sequences: tuple[Sequence, ...]
-    num_tokens: tuple[int, ...]
-    rows: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    started: tuple[Sequence, ...] = ()
-    copies: tuple[PageCopy, ...] = ()
-
-    @cached_property
-    def total_tokens(self) -> int:
-        """Query tokens of the step."""
-        return sum(self.num_tokens)
-
-    @property
-    def is_decode(self) -> bool:
-        """Each sequence has one token."""
-        return self.total_tokens == len(self.sequences)
-
-    def tokens(self) -> NDArray[np.int32]:
-        """`[total_tokens]`, the step's query tokens, sequence by sequence."""
-        ends = zip(self.sequences, self.lengths.tolist(), strict=True)
-        if self.is_decode:
-            return int32([sequence.tokens[end - 1] for sequence, end in ends])
-        shares = zip(ends, self.num_tokens, strict=True)
-        chunks = [sequence.tokens[end - n : end] for (sequence, end), n in shares]
-        return np.frombuffer(b"".join(chunks), np.int32)
-
-    @cached_property
-    def wants_logprobs(self) -> bool:
-        """Some sequence wants the most likely tokens reported."""
-        reported = [sequence for sequence in self.sequences if sequence.is_reported]
-        return any(sequence.request.logprobs is not None for sequence in reported)
-
-    @property
-    def seen(self) -> dict[int, NDArray[np.uint8]]:
-        """The tokens that a sequence has seen (`Sequence.seen`), by its place in the step."""
-        return {i: s.seen for i, s in enumerate(self.sequences) if s.seen is not None}
+SCHEDULING = ("lpm", "fcfs", "priority")
+AGE_GUARD = 16
+LOOKAHEAD = 128  # waiting sequences whose cached prefix is looked up; later ones keep their turn
 
 
 class Scheduler:
     """Queues of sequences, and the choice of each step.
 
     Attributes:
-      waiting: not started, or preempted.
-      running: have a row, in order of admission.
+      waiting: sequences without a row: new ones and preempted ones.
+      running: sequences with a row, in order of admission.
       num_preemptions: how often a sequence gave up its row.
     """
 
@@ -112,12 +44,23 @@ class Scheduler:
         scheduling: str = "lpm",
         clock: Callable[[], float] = time.perf_counter,
     ):
+        """Makes empty queues.
+
+        Args:
+          tables: the page tables, all rows closed.
+          index: of cached prefixes; None to share none.
+          max_sequences: most rows in use at once.
+          token_budget: most query tokens in a step.
+          scheduling: which waiting sequence starts first, of SCHEDULING.
+          clock: seconds.
+        """
         self._tables = tables
         self._index = index
         self._max_sequences = max_sequences
         self._token_budget = token_budget
+        self._scheduling = scheduling
         self._clock = clock
-        self.waiting = WaitingQueue(scheduling, self._cached_tokens)
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._cached: dict[Sequence, tuple[int, int]] = {}  # version of the index, tokens
@@ -127,183 +70,165 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, whatever its state; what it computed stays cached."""
+        """Takes a sequence out in any state. What it computed stays cached."""
         self.waiting.remove(sequence)
         self._cached.pop(sequence, None)
         if sequence.row is not None:
             self._stop(sequence)
 
     def plan(self) -> StepPlan | None:
-        """Chooses the next step, taking pages for it; None when there is nothing to compute."""
-        draft = _Draft(self._token_budget)
+        """Chooses the next step and takes pages for it; None if there is nothing to compute."""
+        draft = Draft(self._token_budget)
         num_preemptions = self.num_preemptions
-        ready = [sequence for sequence in self.running if not sequence.paused]
-        decoding = [sequence for sequence in ready if sequence.num_uncomputed == 1]
-        self._add_decoding(draft, decoding[: draft.budget])
-        for sequence in [sequence for sequence in ready if sequence.num_uncomputed > 1]:
-            if sequence.row is not None and draft.budget:
-                num_tokens = sequence.share(draft.budget)
-                draft.add(sequence, num_tokens)
-                self._make_room(sequence, sequence.num_computed + num_tokens, draft)
-        if self.num_preemptions == num_preemptions:  # whoever had to go would only come back
-            self._admit(draft)
-        if not draft.shares and self.waiting:  # for the rows and pages of those that are paused
-            for sequence in [s for s in self.running if s.paused]:
-                self._preempt(sequence, draft)
-            self._admit(draft)
-        return self._finished(draft)
+        self._add_decoding(draft)
+        self._add_prompts(draft)
+        if self.num_preemptions == num_preemptions:  # else a preempted one would only come back
+            self._admit_waiting(draft)
+        if not draft.shares and self.waiting:
+            self._preempt_paused()
+            self._admit_waiting(draft)
+        return self._finish(draft)
 
     def advance(self, plan: StepPlan) -> None:
-        """Books a step that has run: its tokens are computed, and prompts' pages are known."""
+        """Books a step that has run: its tokens are computed, and prompts enter the index."""
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             sequence.num_uncomputed -= num_tokens
             if sequence.in_prompt:
                 self._advance_prompt(sequence)
-        if self._tables.slides:
+        if self._tables.sliding:
             self._tables.trim(plan.rows, plan.lengths)
 
-    def _advance_prompt(self, sequence: Sequence) -> None:
-        done = sequence.num_computed
-        sequence.in_prompt = done < sequence.num_prompt
-        # The last page of a prompt or context too: who reads it does not read what comes behind.
-        goes_on = sequence.in_prompt and done != sequence.shorten_at
-        self._publish(sequence, done - done % self._page_size if goes_on else done)
+    def preempt_least(self) -> Sequence:
+        """Takes the row from the running sequence of lowest priority that came last."""
+        least = min(enumerate(self.running), key=lambda pair: (pair[1].request.priority, -pair[0]))
+        self.preempt(least[1])
+        return least[1]
 
-    @property
-    def _page_size(self) -> int:
-        return self._tables.page_size
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes the row from a running sequence and queues it again, before all new ones."""
+        self._stop(sequence)
+        self.waiting.put_back(sequence)
+        self.num_preemptions += 1
 
-    def _add_decoding(self, draft: "_Draft", decoding: list[Sequence]) -> None:
+    def waiting_in_order(self) -> list[Sequence]:
+        """The waiting sequences in the order in which they may start."""
+        new = self.waiting.new
+        if self._scheduling == "priority":
+            new.sort(key=lambda sequence: -sequence.request.priority)
+        elif self._scheduling == "lpm" and len(new) > 1:
+            new[:LOOKAHEAD] = sorted(new[:LOOKAHEAD], key=self._rank)
+        return [*self.waiting.preempted, *new]
+
+    def _rank(self, sequence: Sequence) -> tuple[bool, int]:
+        arrival = self.waiting.arrival(sequence)
+        is_young = self.waiting.num_admitted - arrival < AGE_GUARD
+        return is_young, -self._cached_tokens(sequence) if is_young else arrival
+
+    def _add_decoding(self, draft: Draft) -> None:
+        ready = [s for s in self.running if s.num_uncomputed == 1 and not s.paused]
+        decoding = ready[: draft.budget]
         if not decoding:
             return
         draft.shares = dict.fromkeys(decoding, 1)
         draft.budget -= len(decoding)
-        beginning = decoding
-        if self._tables.dropped is None:  # the last tokens of the others go to pages that they have
-            beginning = [s for s in decoding if (len(s.tokens) - 1) % self._page_size == 0]
-        rows = [sequence.row for sequence in beginning if sequence.row is not None]
-        lengths = [len(sequence.tokens) for sequence in beginning]
+        rows = [sequence.row for sequence in decoding if sequence.row is not None]
+        lengths = [len(sequence.tokens) for sequence in decoding]
         for place in self._tables.grow_lacking(rows, lengths):
-            sequence = beginning[place]
-            if sequence.row is not None:  # not preempted for the sake of an earlier one
-                self._make_room(sequence, len(sequence.tokens), draft)
+            self._make_room(decoding[place], len(decoding[place].tokens), draft)
 
-    def shorten(self, sequence: Sequence, lens: Mapping[int, int]) -> bool:
-        """Gives a running sequence pages for fewer tokens, preempting those that count less, or
-        itself.
+    def _add_prompts(self, draft: Draft) -> None:
+        for sequence in [s for s in self.running if s.num_uncomputed > 1 and not s.paused]:
+            if sequence.row is not None and draft.budget:
+                num_tokens = sequence.share(draft.budget)
+                draft.add(sequence, num_tokens)
+                self._make_room(sequence, sequence.num_computed + num_tokens, draft)
 
-        Args:
-          sequence: with all its tokens computed up to where some are dropped.
-          lens: by layer group, how many are left.
-
-        Returns:
-          Whether it has them; not where it was preempted.
-
-        Raises:
-          OutOfPages: it runs alone, and still there are too few: nobody will give any.
-        """
-        tables = self._tables
-        assert isinstance(tables, ShortenedTables)
-        while sequence.row is not None:
-            try:
-                tables.shorten(sequence.row, sequence.num_computed, lens)
-                return True
-            except OutOfPages:
-                if len(self.running) == 1:
-                    raise
-                self._preempt_least(_Draft(0))
-        return False
-
-    def _make_room(self, sequence: Sequence, num_tokens: int, draft: "_Draft") -> None:
-        """Grows a running sequence, preempting those that count less, or itself."""
+    def _make_room(self, sequence: Sequence, num_tokens: int, draft: Draft) -> None:
+        """Gives a running sequence pages for its first tokens. Until there are enough, it preempts
+        other sequences or this one."""
         while sequence.row is not None:
             try:
                 self._tables.grow(sequence.row, num_tokens)
                 return
             except OutOfPages:
-                self._preempt_least(draft)
+                draft.remove(self.preempt_least())
 
-    def _preempt_least(self, draft: "_Draft") -> None:
-        least = min(enumerate(self.running), key=lambda pair: (pair[1].request.priority, -pair[0]))
-        self._preempt(least[1], draft)
-
-    def _preempt(self, sequence: Sequence, draft: "_Draft") -> None:
-        draft.drop(sequence)
-        self._stop(sequence)
-        self.waiting.put_back(sequence)
-        self.num_preemptions += 1
-
-    def _admit(self, draft: "_Draft") -> None:
+    def _admit_waiting(self, draft: Draft) -> None:
         if not self.waiting or len(self.running) >= self._max_sequences:
             return
-        for sequence in self.waiting.in_order():
+        for sequence in self.waiting_in_order():
             if not draft.budget or len(self.running) >= self._max_sequences:
                 return
-            if not self._must_wait(sequence) and not self._start(sequence, draft):
-                break
+            if not self._must_wait(sequence, draft) and not self._start(sequence, draft):
+                return
 
-    def _start(self, sequence: Sequence, draft: "_Draft") -> bool:
-        """Gives a waiting sequence a row and its share of the step; False where pages lack."""
-        self._fill_row(sequence)
-        assert sequence.row is not None
+    def _preempt_paused(self) -> None:
+        """Frees the rows and pages of paused sequences: otherwise nothing could run."""
+        for sequence in [s for s in self.running if s.paused]:
+            self.preempt(sequence)
+
+    def _start(self, sequence: Sequence, draft: Draft) -> bool:
+        """Gives a waiting sequence a row and a share of the step; False if the pages run out."""
+        row, num_found, sources = self._open_row(sequence)
+        sequence.start(row, num_found)
         num_tokens = sequence.share(draft.budget)
         try:
-            self._tables.grow(sequence.row, sequence.num_computed + num_tokens)
+            self._tables.grow(row, num_found + num_tokens)
         except OutOfPages:
             self._close(sequence)
             return False
         self.waiting.admit(sequence)
         self._cached.pop(sequence, None)
-        sequence.fork_of = None
+        sequence.fork = None
         if sequence.completion.queue_seconds is None:
             sequence.completion.queue_seconds = self._clock() - sequence.submitted
-            sequence.completion.cached_tokens = sequence.num_computed
+            sequence.completion.cached_tokens = num_found
         self.running.append(sequence)
-        draft.started.append(sequence)
+        draft.sources[sequence] = sources
         draft.add(sequence, num_tokens)
         return True
 
-    def _fill_row(self, sequence: Sequence) -> None:
-        """Opens a row with as much of a sequence as is computed already, but for its last token."""
-        tables, parent, most = self._tables, sequence.fork_of, sequence.num_findable
-        if parent is not None and parent.row is not None:
-            at = min(sequence.fork_at, most)
-            if tables.can_fork(parent.row, at):
-                row, sources = tables.fork(parent.row, at)
-                sequence.start(row, at, sources)
-                return
-        row, found, sources = tables.open(), 0, ()
-        if sequence.resumable is not None and self._resume(sequence, row, sequence.resumable):
-            return
-        if sequence.reads_cache:
-            packed, priority = sequence.packed(most), sequence.request.priority
-            found, sources = tables.match(row, packed, sequence.namespace, priority=priority)
-        sequence.start(row, found, sources)
+    def _open_row(self, sequence: Sequence) -> tuple[int, int, tuple[int, ...]]:
+        """Opens a row with as many of a sequence's tokens as are computed already.
 
-    def _resume(self, sequence: Sequence, row: int, key: SnapshotKey) -> bool:
-        """Starts a sequence behind its context, from what another one has left of it."""
-        assert isinstance(self._tables, ShortenedTables)
-        found = self._tables.take_snapshot(row, key, priority=sequence.request.priority)
-        if found is None:
+        Returns:
+          The row, how many tokens it has, and for each layer group the page to copy onto its next
+          one; 0 for none.
+        """
+        tables, most = self._tables, sequence.num_findable
+        if sequence.fork is not None and (parent := sequence.fork.parent).row is not None:
+            num_tokens = min(sequence.fork.num_tokens, most)
+            if tables.can_fork(parent.row, num_tokens):
+                row, sources = tables.fork(parent.row, num_tokens)
+                return row, num_tokens, sources
+        row = tables.open()
+        if sequence.drop is not None and (found := sequence.drop.resume(sequence, row)) is not None:
+            return row, *found
+        if not sequence.reads_cache:
+            return row, 0, ()
+        packed, priority = sequence.packed(most), sequence.request.priority
+        return row, *tables.match(row, packed, sequence.namespace, priority=priority)
+
+    def _must_wait(self, sequence: Sequence, draft: Draft) -> bool:
+        return (
+            sequence.paused
+            or self._waits_for_parent(sequence, draft)
+            or self._waits_for_prefix(sequence)
+        )
+
+    def _waits_for_parent(self, sequence: Sequence, draft: Draft) -> bool:
+        """Whether the pages that it shares with the parent of its fork are yet to be written."""
+        if sequence.fork is None or sequence.fork.parent.is_finished:
             return False
-        sequence.start(row, sequence.context, found[1])
-        sequence.shortened(found[0].kept)
-        return True
+        parent, num_tokens = sequence.fork
+        if parent.row is None:
+            return not parent.was_preempted  # a preempted parent has no pages to share any more
+        # A page that this plan fills by a copy is no source of another copy in the same plan.
+        is_filled_by_copy = bool(draft.sources.get(parent))
+        return parent.num_computed < num_tokens or is_filled_by_copy
 
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is about to compute what this one could share, or it is
-        paused."""
-        if sequence.paused:
-            return True
-        parent = sequence.fork_of
-        if parent is not None and not parent.is_finished:
-            if parent.row is None and not parent.was_preempted:
-                return True
-            # A page that this plan fills by a copy can't be copied from in the same plan.
-            if parent.row is not None and (
-                parent.num_computed < sequence.fork_at or parent.sources
-            ):
-                return True
+    def _waits_for_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to compute at least a page that it could share."""
         if self._index is None or not sequence.reads_cache:
             return False
         most = sequence.num_findable
@@ -311,9 +236,8 @@ class Scheduler:
         for other in self.running:
             if not other.in_prompt or other.namespace != sequence.namespace:
                 continue
-            limit = min(most, other.num_prompt, other.context)
-            common = common_length(other.packed(limit), packed, 0, most)
-            if common >= cached + self._page_size and other.num_computed < common:
+            common = common_length(other.packed(min(most, other.num_shareable)), packed, 0, most)
+            if common >= cached + self._tables.page_size and other.num_computed < common:
                 return True
         return False
 
@@ -325,29 +249,31 @@ class Scheduler:
         version = counters.stored_pages + counters.evicted_pages
         known = self._cached.get(sequence)
         if known is None or known[0] != version:
-            key = sequence.resumable
-            if key is not None and self._index.snapshots.get(key) is not None:
-                found = sequence.context
-            else:
+            num_tokens = sequence.drop.cached_tokens(sequence) if sequence.drop is not None else 0
+            if not num_tokens:
                 packed = sequence.packed(sequence.num_findable)
-                found = self._index.probe(packed, sequence.namespace)
-            known = version, found
-            self._cached[sequence] = known
+                num_tokens = self._index.probe(packed, sequence.namespace)
+            known = self._cached[sequence] = version, num_tokens
         return known[1]
 
+    def _advance_prompt(self, sequence: Sequence) -> None:
+        done = sequence.num_computed
+        sequence.in_prompt = done < sequence.num_prompt
+        # The last page of a prompt or context is published before it is full: a sequence that
+        # copies it reads no slot after the published tokens.
+        goes_on = sequence.in_prompt and (sequence.drop is None or done != sequence.drop.next_at)
+        self._publish(sequence, done - done % self._tables.page_size if goes_on else done)
+
     def _publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Makes the first tokens of a running sequence known to the index."""
         assert sequence.row is not None
-        if sequence.kept is not None:  # what is left of it is no prefix
+        if sequence.drop is not None and sequence.drop.has_dropped:  # what is left is no prefix
             return
-        self._tables.publish(
-            sequence.row,
-            sequence.packed(num_tokens),
-            sequence.namespace,
-            priority=sequence.request.priority,
-        )
+        packed, priority = sequence.packed(num_tokens), sequence.request.priority
+        self._tables.publish(sequence.row, packed, sequence.namespace, priority=priority)
 
     def _stop(self, sequence: Sequence) -> None:
-        """Ends a sequence's run; what its row holds becomes known first."""
+        """Ends a sequence's run; what its row holds enters the index first."""
         self.running.remove(sequence)
         self._publish(sequence, sequence.num_computed)
         self._close(sequence)
@@ -358,41 +284,25 @@ class Scheduler:
         self._tables.close(sequence.row)
         sequence.stop()
 
-    def _finished(self, draft: "_Draft") -> StepPlan | None:
+    def _finish(self, draft: Draft) -> StepPlan | None:
         if not draft.shares:
             return None
-        copies = []
-        for sequence in draft.started:
-            for group, source in enumerate(sequence.sources):
-                if source:
-                    place = self._tables.num_stored(group, sequence.row, sequence.num_computed)
-                    page = place // self._page_size
-                    target = int(self._tables.pages[group][sequence.row, page])
-                    copies.append(PageCopy(group, source, target))
-            sequence.sources = ()
         return StepPlan(
             sequences=tuple(draft.shares),
             num_tokens=tuple(draft.shares.values()),
             rows=int32([s.row for s in draft.shares if s.row is not None]),
             lengths=int32([len(s.tokens) - s.num_uncomputed + n for s, n in draft.shares.items()]),
-            started=tuple(draft.started),
-            copies=tuple(copies),
+            started=tuple(draft.sources),
+            copies=tuple(self._copies(draft)),
         )
 
-
-@dataclass
-class _Draft:
-    """A plan in the making: the tokens left, and each sequence's share."""
-
-    budget: int
-    shares: dict[Sequence, int] = field(default_factory=dict)
-    started: list[Sequence] = field(default_factory=list)
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self.shares[sequence] = num_tokens
-        self.budget -= num_tokens
-
-    def drop(self, sequence: Sequence) -> None:
-        self.budget += self.shares.pop(sequence, 0)
-        if sequence in self.started:
-            self.started.remove(sequence)
+    def _copies(self, draft: Draft) -> list[PageCopy]:
+        copies = []
+        for sequence, sources in draft.sources.items():
+            for group, source in enumerate(sources):
+                if source and sequence.row is not None:
+                    stored = self._tables.num_stored(group, sequence.row, sequence.num_computed)
+                    page = stored // self._tables.page_size
+                    target = int(self._tables.pages[group][sequence.row, page])
+                    copies.append(PageCopy(group, source, target))
+        return copies

@@ -2,52 +2,57 @@
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from jaxkv.compress import Kept
-from jaxkv.engine.request import Completion, FinishReason, Request
+from jaxkv.engine.completion import Completion, FinishReason
+from jaxkv.engine.request import Request
+from jaxkv.engine.sampling import SeenTokens
 from jaxkv.engine.stopping import AnswerText
-from jaxkv.prefix import Namespace, SnapshotKey
+from jaxkv.prefix import Namespace
 
-NEVER = 1 << 60  # tokens that no sequence has
+if TYPE_CHECKING:
+    from jaxkv.engine.dropping import DropState
+
+
+class Fork(NamedTuple):
+    """A sequence to share pages with: both begin with the same tokens.
+
+    Attributes:
+      parent: the other sequence.
+      num_tokens: how many tokens they share.
+    """
+
+    parent: "Sequence"
+    num_tokens: int
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
-    """A request, its tokens, and the row of the page tables that holds the computed ones.
+    """A request, its tokens, and the row of the page tables with the computed ones.
 
-    Tokens `[0, num_computed)` have K and V in pages; the rest are still to be computed. A sequence
-    is decoding when exactly one is left, and it is running while it has a row. What a decode step
-    asks of every sequence is a field, not a property: it has to be quick.
+    Tokens `[0, num_computed)` have K and V in pages; the others are still to compute. A sequence
+    decodes if exactly one is left, and it runs while it has a row. What each decode step reads of
+    every sequence is a field and not a property, for speed.
 
     Attributes:
       request: what was asked.
       completion: what the user sees.
-      namespace: who may share its pages.
-      max_tokens: longest it may grow, prompt and answer.
+      namespace: the sequences that may share its pages.
+      max_tokens: the length at which it ends, prompt and answer.
       tokens: prompt and generated tokens, int32.
-      text: its answer as text; None where the engine has no detokenizer.
-      seen: `[ceil(V / 8)]` uint8, bit set of its tokens, where a penalty asks for it.
-      submitted: clock at submission, seconds.
-      fork_of: a sequence that begins with the same `fork_at` tokens, to share pages with once
-        they are computed; None where there is none.
-      row: of the page tables; None while it waits.
-      num_uncomputed: tokens that the next steps must compute.
-      num_found: tokens that were computed already when the row was taken.
-      in_prompt: some of the prompt is not computed.
-      is_reported: more is wanted of each token than the token.
-      sources: in each group the page to copy onto the row's next one, before the next step.
+      text: its answer as text; None without a detokenizer.
+      seen: its tokens for the repetition penalty; None without one.
+      submitted: clock at submission, in seconds.
+      fork: a sequence to share pages with when it starts; None for most.
+      drop: which of its tokens are dropped, and when; None in an engine that drops none.
       stepwise: it pauses after each token.
+      row: its row of the page tables; None while it waits.
+      num_uncomputed: tokens that are still to compute.
+      num_found: tokens that were computed already when it got its row.
+      in_prompt: some token of the prompt is not computed.
+      is_reported: more than the token itself is reported of each token.
       paused: it takes no part in steps until it is resumed.
-      was_preempted: it had to give its row up, and goes before those that have not started.
-      arrival: see `WaitingQueue`.
-      context: its first tokens, after which some are dropped; NEVER where none are.
-      shorten_at: the number of computed tokens after which some are dropped next.
-      shortened_at: the one after which some were dropped last; 0 before.
-      interval: how many tokens later more are dropped; NEVER for once.
-      kept: which were left then; None where all are there.
-      snapshot_key: under which what is left of its context may be known; None where it may not.
+      was_preempted: it had to give up its row at some time.
     """
 
     request: Request
@@ -55,31 +60,22 @@ class Sequence:
     namespace: Namespace
     max_tokens: int
     tokens: array
-    text: AnswerText | None
-    seen: np.ndarray | None
-    submitted: float
-    fork_of: "Sequence | None" = None
-    fork_at: int = 0
+    text: AnswerText | None = None
+    seen: SeenTokens | None = None
+    submitted: float = 0.0
+    fork: Fork | None = None
+    drop: "DropState | None" = None
+    stepwise: bool = False
     row: int | None = None
     num_uncomputed: int = field(init=False)
     num_found: int = 0
     in_prompt: bool = True
     is_reported: bool = field(init=False)
-    sources: tuple[int, ...] = ()
-    stepwise: bool = False
     paused: bool = False
     was_preempted: bool = False
-    arrival: int = 0
-    context: int = NEVER
-    shorten_at: int = field(init=False)
-    shortened_at: int = 0
-    interval: int = NEVER
-    kept: Kept | None = None
-    snapshot_key: SnapshotKey | None = None
 
     def __post_init__(self) -> None:
         self.num_uncomputed = len(self.tokens)
-        self.shorten_at = self.context
         self.is_reported = self.request.logprobs is not None or self.request.keep_logits
 
     @property
@@ -93,79 +89,81 @@ class Sequence:
         return self.completion.prompt_tokens
 
     @property
-    def num_findable(self) -> int:
-        """Tokens that may be found computed: the last one is not wanted, nor the one before a
-        log-probability, and behind the context none is of use."""
-        return min(self._first_wanted, self.context) - 1
-
-    @property
-    def _first_wanted(self) -> int:
-        """How many tokens come before the first one that something is wanted of."""
+    def first_wanted(self) -> int:
+        """Position of the first token that needs the logits before it."""
         request = self.request
         return request.prompt_logprobs_from if request.prompt_logprobs else len(self.tokens)
 
-    def share(self, budget: int) -> int:
-        """How many of its uncomputed tokens the next step may compute, under a budget."""
-        return min(self.num_uncomputed, budget, self.shorten_at - self.num_computed)
+    @property
+    def num_findable(self) -> int:
+        """Largest number of tokens that may come from the prefix cache: the token before the first
+        wanted one must be computed, and after a context nothing is reused."""
+        end = self.first_wanted
+        return (end if self.drop is None else min(end, self.drop.context)) - 1
 
     @property
-    def resumable(self) -> SnapshotKey | None:
-        """The snapshot that it may start from: no token of the context is to be computed."""
-        return self.snapshot_key if self._first_wanted > self.context else None
-
-    @property
-    def is_finished(self) -> bool:
-        """Nothing is left to do."""
-        return self.completion.finish_reason is not None
+    def num_shareable(self) -> int:
+        """Tokens of the prompt whose pages other sequences may share once they are computed."""
+        return self.num_prompt if self.drop is None else self.drop.context
 
     @property
     def reads_cache(self) -> bool:
-        """It may start from cached pages; not where each prompt token's logits are wanted."""
-        return not self.request.prompt_logprobs or self.request.prompt_logprobs_from > 1
+        """It may start from cached pages; not if the logits at every prompt token are wanted."""
+        return self.first_wanted > 1 or not self.request.prompt_logprobs
 
-    def start(self, row: int, num_found: int, sources: tuple[int, ...]) -> None:
+    @property
+    def is_finished(self) -> bool:
+        """The request has ended."""
+        return self.completion.finish_reason is not None
+
+    def share(self, budget: int) -> int:
+        """How many of its uncomputed tokens the next step computes, at most `budget`."""
+        num_tokens = min(self.num_uncomputed, budget)
+        return num_tokens if self.drop is None else self.drop.limit(self.num_computed, num_tokens)
+
+    def start(self, row: int, num_found: int) -> None:
         """Takes a row that has the first `num_found` tokens already."""
-        self.row, self.num_found, self.sources = row, num_found, sources
+        self.row, self.num_found = row, num_found
         self.num_uncomputed = len(self.tokens) - num_found
         self.in_prompt = num_found < self.num_prompt
 
-    def shortened(self, kept: Kept | None) -> None:
-        """The time has come when it loses tokens; `kept` are left, None where none had to go."""
-        n = self.num_computed
-        if kept is not None:
-            self.kept, self.shortened_at = kept, n
-            self.completion.dropped_tokens = n - float(np.asarray(kept.counts).mean())
-        self.shorten_at = n + self.interval
-
     def stop(self) -> None:
-        """Gives up the row, and with it what was computed."""
+        """Gives up the row, and with it everything that was computed."""
         self.completion.computed_tokens += self.num_computed - self.num_found
-        self.row, self.num_found, self.sources = None, 0, ()
+        self.row, self.num_found = None, 0
         self.num_uncomputed = len(self.tokens)
-        self.shorten_at, self.shortened_at, self.kept = self.context, 0, None
+        if self.drop is not None:
+            self.drop.restart()
 
     def packed(self, num_tokens: int) -> bytes:
-        """The first `num_tokens` tokens as the prefix index takes them."""
+        """The first `num_tokens` tokens in the form that the prefix index takes."""
         return self.tokens[:num_tokens].tobytes()
 
     def append(self, token: int) -> tuple[str, FinishReason | None]:
-        """Adds a generated token, not yet computed.
+        """Adds a generated token, which is not computed yet.
 
         Returns:
-          The text that it makes certain, and why no token may follow it, or None.
+          The text that is certain now, and why no token may follow, or None.
         """
         self.tokens.append(token)
         self.completion.tokens.append(token)
         self.num_uncomputed += 1
         self.paused = self.stepwise
         if self.seen is not None:
-            mark_seen(self.seen, [token])
+            self.seen.add([token])
         reason = None
         if token in self.request.stop_ids:
             reason = FinishReason.STOP
         elif len(self.tokens) >= self.max_tokens:
             reason = FinishReason.LENGTH
         return self._settle_text(token, reason) if self.text is not None else ("", reason)
+
+    def resume(self, last_token: int) -> None:
+        """Ends a pause, with `last_token` in place of the token that was generated last."""
+        self.tokens[-1] = self.completion.tokens[-1] = last_token
+        if self.seen is not None:
+            self.seen.reset(self.tokens)
+        self.paused = False
 
     def _settle_text(
         self, token: int, reason: FinishReason | None
@@ -178,9 +176,3 @@ class Sequence:
             reason = FinishReason.STOP
         self.completion.text += text
         return text, reason
-
-
-def mark_seen(bits: np.ndarray, tokens: list[int]) -> None:
-    """Sets the bits of `tokens`, least significant first, in `[ceil(V / 8)]` uint8."""
-    ids = np.asarray(tokens)
-    np.bitwise_or.at(bits, ids >> 3, (1 << (ids & 7)).astype(np.uint8))

@@ -1,30 +1,46 @@
 """Text of a growing answer, cut before the first stop string.
 
-Text that may be the beginning of a stop string is held back until it is known not to be.
+Text that may be the beginning of a stop string is held back until it is known not to be one.
 """
 
-from jaxkv.engine.request import Detokenizer
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns a growing sequence of token ids into text. Each request has its own object."""
+
+    def push(self, ids: list[int]) -> str:
+        """Returns the text that these further tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """Returns the remaining text after the last token."""
+        ...
+
+
+DetokenizerFactory = Callable[[], Detokenizer]
 
 
 class AnswerText:
     """Detokenised text of one answer.
 
     Attributes:
-      stopped: a stop string was found; nothing follows.
+      stopped: a stop string was found; no text follows.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: tuple[str, ...]):
+    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]):
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Returns the text that a further token makes certain."""
+        """Returns the text that is certain after a further token."""
         return self._settle(self._detokenizer.push([token]), final=False)
 
     def finish(self) -> str:
-        """Returns the rest, when no token follows."""
+        """Returns the remaining text after the last token."""
         return self._settle(self._detokenizer.flush(), final=True)
 
     def _settle(self, text: str, *, final: bool) -> str:
@@ -41,7 +57,7 @@ class AnswerText:
         return settled
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the held text that begins a stop string."""
         longest = 0
         for stop in self._stop_strings:
             for n in range(min(len(stop) - 1, len(self._held)), longest, -1):

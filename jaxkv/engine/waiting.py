@@ -1,85 +1,60 @@
-"""The sequences that wait for a row, in the order in which they are to be tried.
+"""The sequences that wait for a row of the page tables, in order of arrival."""
 
-    fcfs      first come, first served
-    lpm       longest cached prefix first, so that what is cached is used before it is evicted; a
-              sequence that was overtaken AGE_GUARD times goes before all that would overtake it
-    priority  highest priority first, and of equals the first
-
-Preempted sequences come first in every order: they keep their turn.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from jaxkv.engine.sequence import Sequence
 
-SCHEDULING = ("lpm", "fcfs", "priority")
-AGE_GUARD = 16
-LOOKAHEAD = 128  # sequences whose cached prefix is looked up; those behind wait their turn
-
 
 class WaitingQueue:
-    """Waiting sequences.
+    """Preempted sequences, the one that was preempted last first, and then new ones by arrival.
 
-    A sequence's `arrival` is the admission before which it would have its turn if nobody overtook
-    anybody.
+    Attributes:
+      num_admitted: sequences that left the queue to run.
     """
 
-    def __init__(self, scheduling: str, cached_tokens: Callable[[Sequence], int]):
-        """Makes an empty queue.
-
-        Args:
-          scheduling: of SCHEDULING.
-          cached_tokens: how many of a sequence's tokens are cached.
-        """
-        self._scheduling = scheduling
-        self._cached_tokens = cached_tokens
-        self._sequences: dict[Sequence, None] = {}
+    def __init__(self) -> None:
+        self.num_admitted = 0
+        self._new: dict[Sequence, int] = {}  # with the admission that would be its own in order
         self._preempted: list[Sequence] = []
-        self._num_admitted = 0
 
     def __len__(self) -> int:
-        return len(self._sequences) + len(self._preempted)
+        return len(self._new) + len(self._preempted)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from reversed(self._preempted)
-        yield from self._sequences
+        yield from self.preempted
+        yield from self._new
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._sequences or sequence in self._preempted
+    @property
+    def preempted(self) -> list[Sequence]:
+        """Sequences that ran before; they go first."""
+        return self._preempted[::-1]
+
+    @property
+    def new(self) -> list[Sequence]:
+        """Sequences that have not started yet, first come first."""
+        return list(self._new)
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence comes last."""
-        sequence.arrival = self._num_admitted + len(self)
-        self._sequences[sequence] = None
+        """Adds a new sequence."""
+        self._new[sequence] = self.num_admitted + len(self)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A sequence that was running comes first."""
+        """Adds a sequence that was running."""
         sequence.was_preempted = True
         self._preempted.append(sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        """Takes out a sequence that is running now."""
+        """Takes out a sequence that runs now."""
         self.remove(sequence)
-        self._num_admitted += 1
+        self.num_admitted += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out."""
-        if sequence in self._sequences:
-            del self._sequences[sequence]
+        """Takes out a sequence, if it is there."""
+        if sequence in self._new:
+            del self._new[sequence]
         elif sequence in self._preempted:
             self._preempted.remove(sequence)
 
-    def in_order(self) -> list[Sequence]:
-        """The sequences to try now, first to last."""
-        waiting = list(self._sequences)
-        if self._scheduling == "priority":
-            waiting.sort(key=lambda sequence: -sequence.request.priority)
-        elif self._scheduling == "lpm" and len(waiting) > 1:
-            ahead = waiting[:LOOKAHEAD]
-            ahead.sort(key=self._rank)
-            waiting[:LOOKAHEAD] = ahead
-        return [*reversed(self._preempted), *waiting]
-
-    def _rank(self, sequence: Sequence) -> tuple[bool, int]:
-        is_young = self._num_admitted - sequence.arrival < AGE_GUARD
-        return is_young, -self._cached_tokens(sequence) if is_young else sequence.arrival
+    def arrival(self, sequence: Sequence) -> int:
+        """The admission at which a new sequence would run if every sequence kept its turn."""
+        return self._new[sequence]

@@ -1,10 +1,8 @@
-"""A text through a paged cache of its own, chunk by chunk, as the engine computes a long prompt.
-
-Where tokens are dropped, the first part of the text is the context that loses them. Not here: what
-the hidden states say (`quality`).
+"""Computes a text through a paged cache of its own, chunk by chunk, as the engine computes a long
+prompt. With a compression, the first part of the text is a context that drops tokens once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import AttentionBackend, StepInputs, preferred_layout, stored_layers
+from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import (
     CacheSpec,
     KVCache,
@@ -20,27 +18,29 @@ from jaxkv.cache import (
     KVRanges,
     choose_formats,
     gather_dense,
-    group_pages,
     init_cache,
-    layer_pages,
 )
-from jaxkv.compress import Compression, Compressor, Row, kept_layers
-from jaxkv.engine.model import DecodeModel
+from jaxkv.compress import Compression, ScoreMethod
+from jaxkv.compress.compression import kept_layers
+from jaxkv.compress.compressor import Compressor
+from jaxkv.compress.kept import Row
+from jaxkv.model import DecodeModel
 
-OnChunk = Callable[[int], object]  # gets the tokens of each chunk that is done
+OnChunk = Callable[[int], object]  # called with the number of tokens of each computed chunk
 
 
-def nothing(num_tokens: int) -> None:
-    """Nobody wants to know."""
+def ignore(num_tokens: int) -> None:
+    """An `OnChunk` that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a cache keeps a text.
+    """How a cache stores a text.
 
     Attributes:
-      formats: of each layer.
-      compression: which tokens are dropped; None keeps all. Score methods drop once.
+      formats: the KV format of each layer.
+      compression: which tokens are dropped; None keeps all. Score methods drop once, after the
+        context: the interval is ignored.
     """
 
     formats: tuple[KVFormat, ...]
@@ -48,8 +48,8 @@ class Setting:
 
 
 class TextFunctions:
-    """The compiled functions of one model, for all texts and settings: compiling them takes longer
-    than a text of a thousand tokens does.
+    """The compiled functions of one model, for all texts and settings. Share one object: compiling
+    takes longer than computing a text of a thousand tokens.
 
     Attributes:
       model: the decoder.
@@ -64,18 +64,24 @@ class TextFunctions:
 
         self.model = model
         self.step: Callable[..., tuple[jax.Array, KVCache]] = jax.jit(step, donate_argnames="cache")
-        self._compressors: dict[str, Compressor] = {}
+        self._compressors: dict[ScoreMethod, Compressor] = {}
 
-    def compressor(self, compression: Compression, cache: KVCache) -> Compressor:
-        """The functions that drop tokens by a score method."""
-        name = compression.method
-        if name not in self._compressors:
-            self._compressors[name] = Compressor(self.model, cache, compression.score_method())
-        return self._compressors[name]
+    def compressor(self, method: ScoreMethod, cache: KVCache) -> Compressor:
+        """Returns the functions that drop tokens by a score method."""
+        if method not in self._compressors:
+            self._compressors[method] = Compressor(self.model, cache, method)
+        return self._compressors[method]
 
 
 class PagedText:
-    """One sequence in a cache of its own, computed chunk by chunk."""
+    """One text in a cache of its own, computed chunk by chunk.
+
+    Attributes:
+      spec: of the cache.
+      cache: the cache.
+      tables: `[groups, M]` int32, page ids.
+      dropped: `[groups]` int32, number of tokens that each layer group has dropped.
+    """
 
     def __init__(
         self,
@@ -86,79 +92,77 @@ class PagedText:
         page_size: int,
         chunk: int,
     ):
-        """Makes an empty cache for `num_tokens` tokens, to be computed `chunk` at a time.
+        """Makes an empty cache for `num_tokens` tokens, which are computed `chunk` at a time.
 
         Raises:
-          ValueError: the setting does not fit the model, or itself.
+          ValueError: the setting does not go with the model, or its parts not with each other.
         """
-        layers = stored_layers(functions.model.layers)
-        layers, split_heads = kept_layers(setting.compression, layers, setting.formats)
-        pages = layer_pages(layers, setting.formats, split_heads=split_heads)
-        groups = group_pages(pages)
-        N = -(-num_tokens // page_size) + 1
-        self.spec = CacheSpec(
-            layers=layers,
-            page_size=page_size,
-            num_pages=(N,) * len(groups),
-            formats=setting.formats,
-            layout=preferred_layout(),
-            split_heads=split_heads,
+        formats = setting.formats
+        layers, split_heads = kept_layers(setting.compression, functions.model.layers, formats)
+        self.spec = CacheSpec.plan(
+            layers, formats, page_size=page_size, num_tokens=num_tokens, split_heads=split_heads
         )
         self.cache = init_cache(self.spec)
-        self.tables = np.stack([np.arange(1, N) + group.head * N for group in groups])
-        self.tables = self.tables.astype(np.int32)
-        self.dropped = np.zeros(len(groups), np.int32)
-        self._length, self._chunk, self._functions = 0, chunk, functions
+        heads, N = np.array([group.head for group in self.spec.groups]), self.spec.num_pages[0]
+        self.tables = (np.arange(1, N)[None] + N * heads[:, None]).astype(np.int32)
+        self.dropped = np.zeros(len(heads), np.int32)
+        self._tokens: list[int] = []
+        self._chunk, self._functions = chunk, functions
         self._compression = setting.compression
 
-    def push(self, tokens: Sequence[int]) -> jax.Array:
-        """Computes the next tokens, at most a chunk; returns their hidden states `[n, E]`."""
+    def compute(self, tokens: Sequence[int], on_chunk: OnChunk = ignore) -> Iterator[jax.Array]:
+        """Computes the next tokens; yields the hidden states `[n, E]` of each chunk of n."""
+        for start in range(0, len(tokens), self._chunk):
+            part = tokens[start : start + self._chunk]
+            hidden = self._step(part)
+            on_chunk(len(part))
+            yield hidden
+
+    def _step(self, tokens: Sequence[int]) -> jax.Array:
         n = len(tokens)
-        padded = np.zeros(self._chunk, np.int32)
-        padded[:n] = tokens
-        self._length += n
+        self._tokens += tokens
+        length = len(self._tokens)
         inputs = StepInputs(
-            tokens=jnp.asarray(padded),
-            kv_lens=jnp.array([self._length], jnp.int32),
+            tokens=jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, self._chunk - n))),
+            seq_lens=jnp.array([length], jnp.int32),
             query_starts=jnp.array([0, n], jnp.int32),
             page_tables=tuple(jnp.asarray(self.tables[:, None])),
-            dropped=jnp.asarray(self.dropped[:, None]),  # zeros too: one step for all methods
+            kv_lens=jnp.asarray(length - self.dropped[:, None]),
         )
         functions = self._functions
         hidden, self.cache = functions.step(functions.model.params, self.cache, inputs)
         return hidden[:n]
 
-    def drop(self, tokens: Sequence[int]) -> None:
-        """Drops some of the tokens so far, which are `tokens`, where the setting does."""
+    def drop(self) -> None:
+        """Drops tokens of the text so far, if the setting has a score method."""
         if self._compression is None or self._compression.is_window:
             return
-        keep = self._compression.budget.keep(len(tokens))
-        if keep == len(tokens):
-            return
-        compressor = self._functions.compressor(self._compression, self.cache)
-        row = Row(tables=self.tables, dropped=self.dropped, num_tokens=np.int32(len(tokens)))
-        kept = compressor.choose(self.cache, row, tokens, keep)
-        self.cache = compressor.move(self.cache, kept, row, self.tables)
-        for group, left in kept.lens(self.cache, compressor.layers).items():
-            self.dropped[group] = len(tokens) - left
+        compressor = self._functions.compressor(self._compression.score_method(), self.cache)
+        n = len(self._tokens)
+        row = Row(tables=self.tables, dropped=self.dropped, num_tokens=np.int32(n))
+        kept = compressor.choose(self.cache, row, self._tokens, self._compression.budget)
+        if kept is not None:
+            self.cache = compressor.move(self.cache, kept, row, self.tables)
+            for group, length in compressor.lens(kept).items():
+                self.dropped[group] = n - length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that the tokens so far take."""
-        P = self.spec.page_size
+        """Bytes of the pages that the text so far needs."""
+        P, n = self.spec.page_size, len(self._tokens)
         return sum(
-            group.num_kept(self._length - int(dropped), P) * self.spec.bytes_per_page(g)
+            group.num_kept(n - int(dropped), P) * self.spec.bytes_per_page(g)
             for g, (group, dropped) in enumerate(zip(self.spec.groups, self.dropped, strict=True))
         )
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model makes of a text of n tokens, c of them context.
+    """What a model computes of a text of n tokens, the first c of them context.
 
     Attributes:
-      hidden: `[n - c, E]`, hidden states of the tokens behind the context.
-      nbytes: of all pages that the sequence holds at its end, parameters included.
+      hidden: `[n - c, E]`, hidden states of the tokens after the context.
+      nbytes: bytes of all pages that the text holds at its end, parameters of formats included.
     """
 
     hidden: jax.Array
@@ -173,34 +177,29 @@ def read(
     page_size: int,
     context: int = 0,
     chunk: int = 64,
-    on_chunk: OnChunk = nothing,
+    on_chunk: OnChunk = ignore,
 ) -> Reading:
-    """Computes a text.
+    """Computes a text in a cache of its own.
 
     Args:
       functions: of the decoder.
       tokens: of the text.
       setting: of the cache.
-      page_size: P.
-      context: tokens that lose some where the setting says so.
+      page_size: tokens per page.
+      context: number of first tokens; after them the cache drops tokens if the setting says so.
       chunk: tokens that are computed at once.
-      on_chunk: called with the number of tokens of each chunk that is done.
+      on_chunk: called with the number of tokens of each computed chunk.
 
     Raises:
-      ValueError: more tokens than the model takes, or a setting that does not fit.
+      ValueError: more tokens than the model takes, or a setting that does not go with the model.
     """
     _check_length(functions.model, tokens)
     text = PagedText(functions, setting, num_tokens=len(tokens), page_size=page_size, chunk=chunk)
-    for start in range(0, context, chunk):
-        part = tokens[start : min(start + chunk, context)]
-        text.push(part)
-        on_chunk(len(part))
+    for _ in text.compute(tokens[:context], on_chunk):
+        pass  # hidden states of the context are not needed
     if context:
-        text.drop(tokens[:context])
-    parts = []
-    for start in range(context, len(tokens), chunk):
-        parts.append(text.push(tokens[start : start + chunk]))
-        on_chunk(len(parts[-1]))
+        text.drop()
+    parts = list(text.compute(tokens[context:], on_chunk))
     return Reading(jnp.concatenate(parts), text.nbytes)
 
 
@@ -209,26 +208,25 @@ def kv_ranges(
     tokens: Sequence[int],
     *,
     chunk: int = 64,
-    on_chunk: OnChunk = nothing,
+    on_chunk: OnChunk = ignore,
 ) -> KVRanges:
-    """The largest magnitudes of K and V that a model makes of a text, by layer and head.
+    """Measures the largest magnitudes of K and V on a text, by layer and head.
 
     Raises:
-      ValueError: no tokens, more than the model takes, or a range that none can be (`KVRanges`).
+      ValueError: no tokens, more than the model takes, or a value that is no range (`KVRanges`).
     """
     if not tokens:
-        raise ValueError("a text of one token at least is needed")
+        raise ValueError("the text must have at least one token")
     _check_length(model, tokens)
-    setting, page_size = Setting(formats=choose_formats("f32", model.layers)), 64
+    setting = Setting(formats=choose_formats("f32", model.layers))
     functions = TextFunctions(model)
-    text = PagedText(functions, setting, num_tokens=len(tokens), page_size=page_size, chunk=chunk)
-    for start in range(0, len(tokens), chunk):
-        part = tokens[start : start + chunk]
-        text.push(part)
-        on_chunk(len(part))
+    text = PagedText(functions, setting, num_tokens=len(tokens), page_size=64, chunk=chunk)
+    for _ in text.compute(tokens, on_chunk):
+        pass
     largest = []
     for layer in range(len(model.layers)):
-        table = jnp.asarray(text.tables[text.cache.groups[layer]][None])
+        (group,) = text.cache.groups_of(layer)
+        table = jnp.asarray(text.tables[group][None])
         k, v = gather_dense(text.cache, layer, table)
         heads = [jnp.abs(x[0, : len(tokens)]).max(axis=(0, 2)) for x in (k, v)]
         largest.append(tuple(jnp.stack(heads, axis=1).reshape(-1).tolist()))
@@ -237,4 +235,6 @@ def kv_ranges(
 
 def _check_length(model: DecodeModel, tokens: Sequence[int]) -> None:
     if len(tokens) > model.max_positions:
-        raise ValueError(f"{len(tokens)} tokens; the model takes {model.max_positions} at most")
+        raise ValueError(
+            f"the text has {len(tokens)} tokens; the model takes at most {model.max_positions}"
+        )

@@ -1,8 +1,8 @@
-"""What happens to the index's pages, as a stream from which the index can be rebuilt elsewhere.
+"""The changes of an index's pages, as a stream from which the index can be rebuilt elsewhere.
 
-A stored page is named by a number that is never used again, so that a stream may be read late.
-Events come in an order in which every parent is known before its children. Snapshots are not in it:
-what is left of a context is no prefix that others could extend.
+Each stored page has a number that is never used again, so that a stream may be read late. A page is
+announced after its parent. Snapshots are not in the stream, because what is left of a context is
+not a prefix that others could extend.
 """
 
 import itertools
@@ -14,14 +14,14 @@ from jaxkv.prefix.node import TOKEN, Namespace, Node, unpack
 
 @dataclass(frozen=True)
 class PageStored:
-    """The index keeps a further page.
+    """The index has a new page.
 
     Attributes:
-      page: the page's number in this stream.
-      parent: number of the page before it in the sequence; 0 at the beginning of one.
-      namespace: of the sequence.
-      tokens: whose K and V it holds; fewer than P in the last page of a sequence.
-      page_ids: physical page in each layer group; 0 where the group keeps none.
+      page: number of the page in this stream.
+      parent: number of the page before it in the sequence; 0 for the first page.
+      namespace: namespace of the sequence.
+      tokens: ids of the tokens in the page; fewer than P in the last page of a sequence.
+      page_ids: physical page in each layer group; 0 where the group has lost the page.
     """
 
     page: int
@@ -33,8 +33,11 @@ class PageStored:
 
 @dataclass(frozen=True)
 class PageChanged:
-    """A stored page is kept in other physical pages than before: a sliding group let its own go,
-    or took one again. Attributes as in PageStored."""
+    """A stored page has other physical pages: a sliding group lost its page or has one again.
+
+    Attributes:
+      page, page_ids: see `PageStored`.
+    """
 
     page: int
     page_ids: tuple[int, ...]
@@ -42,19 +45,23 @@ class PageChanged:
 
 @dataclass(frozen=True)
 class PageEvicted:
-    """The index has let a page go. Attributes as in PageStored."""
+    """The index has removed a page.
+
+    Attributes:
+      page: see `PageStored`.
+    """
 
     page: int
 
 
 Event = PageStored | PageChanged | PageEvicted
 
-# A page as the index knows it: the namespace, all tokens up to its end, and its physical pages.
+# A page in the index: the namespace, all tokens up to its end, and its physical pages.
 StoredPage = tuple[Namespace, tuple[int, ...], tuple[int, ...]]
 
 
 def replay(events: Iterable[Event]) -> set[StoredPage]:
-    """The pages of the index that wrote `events`, from its making on; see `PrefixIndex.stored`.
+    """Rebuilds the pages of an index from all its events; see `PrefixIndex.stored`.
 
     Raises:
       ValueError: an event names a page that is not stored.
@@ -82,7 +89,7 @@ def _known(pages: dict[int, StoredPage], page: int) -> StoredPage:
 
 
 class EventLog:
-    """Writes the stream: numbers an index's pages, in the nodes that have them."""
+    """Writes the stream, and numbers the pages in the nodes of the index."""
 
     def __init__(self, send: Callable[[Event], None], page_size: int):
         self._send = send
@@ -90,7 +97,14 @@ class EventLog:
         self._last_number = 0
 
     def stored(self, node: Node, tokens: bytes, num_new: int, namespace: Namespace) -> None:
-        """The last `num_new` pages of `node`, whose prefix is `tokens` (packed), are new."""
+        """Writes that the last `num_new` pages of a node are new.
+
+        Args:
+          node: the node.
+          tokens: packed, from the root to the end of the node.
+          num_new: number of pages.
+          namespace: namespace of the tokens.
+        """
         first = node.num_pages - num_new
         numbers = range(self._last_number + 1, self._last_number + 1 + num_new)
         self._last_number += num_new
@@ -100,25 +114,25 @@ class EventLog:
         columns = zip(*(ids[first:] for ids in node.pages), strict=True)
         logical = itertools.count(node.start // self._page_size + first)
         for number, page_ids, k in zip(numbers, columns, logical, strict=False):
-            held = tuple(unpack(tokens[k * size : (k + 1) * size]))
-            self._send(PageStored(number, parent, namespace, held, page_ids))
+            content = tuple(unpack(tokens[k * size : (k + 1) * size]))
+            self._send(PageStored(number, parent, namespace, content, page_ids))
             parent = number
 
     def changed(self, node: Node, places: Iterable[int]) -> None:
-        """The pages at these places of a node have other page ids."""
+        """Writes that pages of a node, by their place in it, have other page ids."""
         for place in places:
             page_ids = tuple(ids[place] for ids in node.pages)
             self._send(PageChanged(node.numbers[place], page_ids))
 
-    def evicted(self, node: Node, keep: int) -> None:
-        """A node's pages but for the first `keep` are gone."""
-        gone = node.numbers[keep:]
-        del node.numbers[keep:]
+    def evicted(self, node: Node, num_left: int) -> None:
+        """Writes that all but the first `num_left` pages of a node are gone."""
+        gone = node.numbers[num_left:]
+        del node.numbers[num_left:]
         for number in reversed(gone):
             self._send(PageEvicted(number))
 
     def _number_before(self, node: Node, place: int) -> int:
-        """Number of the page before a node's `place`-th; 0 where there is none."""
+        """The number of the page before a place in a node; 0 for the first page of a sequence."""
         while not place and node.parent is not None:
             start, node = node.start, node.parent
             place = start // self._page_size - node.start // self._page_size

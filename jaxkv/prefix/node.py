@@ -1,36 +1,50 @@
-"""The radix tree's parts: nodes, and how token ids are stored in them.
+"""The parts of the radix tree: nodes, and the form in which they store token ids.
 
-A node is a run of tokens that every sequence below it shares, token-exact: a split may fall inside
-a page. Pages belong to the node in which their last token lies, so that the pages along a path,
-joined, are the logical pages 0, 1, .. of that prefix:
+A node is a run of tokens that all sequences below it share. A run may begin and end inside a page.
+A page belongs to the node that contains the page's last token, so that the pages along a path,
+joined, are logical pages 0, 1, .. of that prefix:
 
     P = 4          root ── "abcdef" pages [7] ─┬─ "ghij"  pages [3, 9]    logical pages 1, 2
                                                └─ "GH"    pages [5]       logical page 1
-                                                  │
-    logical page 1 of "abcdefgh" is 3, of "abcdefGH" it is 5: each branch has its own copy of "ef"
 
-The last page of a leaf may be partly filled. An inner node has whole pages only: tokens after its
-last whole page ("ef") stand in the first page of every branch below it. Not here: when nodes are
-made and lost (`index`).
+    Logical page 1 of "abcdefgh" is page 3, and of "abcdefGH" it is page 5: each branch has its own
+    copy of "ef".
+
+The last page of a leaf may be partly filled. An inner node has whole pages only: the tokens after
+its last whole page ("ef") are in the first page of every branch below it. `index` creates and
+removes nodes.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-TOKEN = 4  # bytes of a token id: int32, in the machine's order
+from jaxkv.prefix.eviction import Owner
+
+TOKEN = 4  # bytes per token id: int32, in the byte order of the machine
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Token ids, none of them negative, as the bytes that nodes have; they compare, slice and join
-    at memory speed."""
+    """Packs token ids as the int32 bytes that the index takes.
+
+    Packed tokens are compared, sliced and joined at memory speed.
+
+    Args:
+      tokens: token ids; none is negative.
+
+    Example:
+      >>> len(pack([5, 6, 7]))
+      12
+      >>> unpack(pack([5, 6, 7]))
+      [5, 6, 7]
+    """
     return array("I", tokens).tobytes()  # "i" and numpy take four times as long, struct twice
 
 
 def unpack(data: bytes) -> list[int]:
-    """The token ids in `data`."""
+    """Returns the token ids in packed tokens."""
     return array("i", data).tolist()
 
 
@@ -38,40 +52,36 @@ def unpack(data: bytes) -> list[int]:
 class Namespace:
     """What must be equal before two sequences may share pages.
 
+    The fields are compared one by one and never concatenated, so that different values cannot
+    collide.
+
     Attributes:
-      model: whose K and V these are; another set of weights is another model.
-      kv_format: how they are stored, rotation and scales included.
-      method: which tokens they were computed from, where not from all before them: a window's name;
-        of a snapshot, what dropped some.
-      dropped_at: of a snapshot, the number of tokens when some were dropped; 0 where all are there.
-      protect: of a snapshot, spans of tokens that were not to be dropped.
-      adapter: of the weights, a name and a version; None is the bare model.
-      salt: secret of a tenant, who then shares with nobody else; None is public.
+      kv_format: how K and V are stored, including rotation and scales.
+      window: the method that gave the model's full layers a window, which changes their K and V,
+        compared by value; None for none.
+      salt: secret of those who share; None for everyone.
     """
 
-    model: str = ""
     kv_format: str = ""
-    method: str = ""
-    dropped_at: int = 0
-    protect: tuple[tuple[int, int], ...] = ()
-    adapter: tuple[str, int] | None = None
+    window: Hashable = None
     salt: str | None = None
 
 
 class Node:
-    """A run of tokens in the tree.
+    """A run of tokens in the tree; an `Evictable`.
 
     Attributes:
-      parent: None for a root, or once the node is gone.
-      start, end: position of its first token in the sequences that it is part of, and the
-        position after its last.
+      owner: the index.
+      parent: None for a root, and for a node that was removed.
+      start, end: position of the first token in the sequences that contain the node, and the
+        position after the last one.
       tokens: packed.
-      pages: in each layer group its page ids; 0 where a sliding group has let one go.
-      numbers: of its pages in the stream of events; empty where nobody listens.
+      pages: in each layer group the page ids; 0 where a sliding group has lost the page.
+      numbers: numbers of the pages in the stream of events; empty if there is no stream.
       children: by their packed first token.
-      hits: how often a match or an insert came through, for policies and display.
-      priority: largest of the requests that came through.
-      born, used: clock readings at its making and at the last touch, seconds.
+      hits: how many matches and inserts came through.
+      priority: largest priority of the requests that came through.
+      born, used: clock at the creation and at the last touch, in seconds.
     """
 
     __slots__ = (
@@ -80,6 +90,7 @@ class Node:
         "end",
         "hits",
         "numbers",
+        "owner",
         "pages",
         "parent",
         "priority",
@@ -88,7 +99,15 @@ class Node:
         "used",
     )
 
-    def __init__(self, parent: "Node | None", start: int, tokens: bytes, pages: list[list[int]]):
+    def __init__(
+        self,
+        owner: Owner,
+        parent: "Node | None",
+        start: int,
+        tokens: bytes,
+        pages: list[list[int]],
+    ):
+        self.owner = owner
         self.parent = parent
         self.start = start
         self.end = start + len(tokens) // TOKEN
@@ -102,25 +121,25 @@ class Node:
 
     @property
     def num_pages(self) -> int:
-        """Logical pages that it has."""
+        """Logical pages of the node."""
         return len(self.pages[0])
 
     @property
     def key(self) -> bytes:
-        """What its parent knows it by."""
+        """The node's key in `parent.children`."""
         return self.tokens[:TOKEN]
 
     def split(self, at: int, page_size: int) -> "Node":
-        """Makes the tokens before position `at` a node of their own, above this one.
+        """Moves the tokens before position `at` to a new node above this one.
 
         Returns:
-          The new node, this one's parent now.
+          The new node, which is now this one's parent.
         """
         parent = self.parent
         assert parent is not None and self.start < at < self.end
         cut = at // page_size - self.start // page_size
         tokens = self.tokens[: (at - self.start) * TOKEN]
-        upper = Node(parent, self.start, tokens, [ids[:cut] for ids in self.pages])
+        upper = Node(self.owner, parent, self.start, tokens, [ids[:cut] for ids in self.pages])
         upper.numbers = self.numbers[:cut]
         upper.hits, upper.priority, upper.born = self.hits, self.priority, self.born
         parent.children[upper.key] = upper
@@ -137,13 +156,42 @@ class Root(Node):
 
     __slots__ = ("namespace",)
 
-    def __init__(self, namespace: Namespace, num_groups: int):
-        super().__init__(None, 0, b"", [[] for _ in range(num_groups)])
+    def __init__(self, owner: Owner, namespace: Namespace, num_groups: int):
+        super().__init__(owner, None, 0, b"", [[] for _ in range(num_groups)])
         self.namespace = namespace
+
+    def walk(self, tokens: bytes) -> tuple[list[Node], int]:
+        """Follows packed tokens down the tree.
+
+        Returns:
+          The nodes along the longest prefix that the tree has, topmost first, and the length of
+          that prefix in tokens. It may end inside the last node.
+        """
+        path: list[Node] = []
+        at, end = 0, len(tokens)
+        node: Node | None = self
+        while at < end:
+            node = node.children.get(tokens[at : at + TOKEN])
+            if node is None:
+                break
+            path.append(node)
+            if not tokens.startswith(node.tokens, at):
+                depth = at // TOKEN
+                return path, depth + common_length(node.tokens, tokens, depth, end // TOKEN)
+            at += len(node.tokens)
+        return path, at // TOKEN
+
+
+def joined_pages(path: Sequence[Node], group: int) -> list[int]:
+    """Returns the pages of a group along a path."""
+    joined: list[int] = []
+    for node in path:
+        joined += node.pages[group]
+    return joined
 
 
 def common_length(run: bytes, data: bytes, start: int, end: int) -> int:
-    """How many tokens of `run` stand in `data` from position `start` on, before `end`."""
+    """Counts the first tokens of `run` that equal those of `data` from `start` on, before `end`."""
     if data.startswith(run, start * TOKEN, end * TOKEN):
         return len(run) // TOKEN
     n = min(len(run) // TOKEN, end - start)
@@ -153,7 +201,7 @@ def common_length(run: bytes, data: bytes, start: int, end: int) -> int:
 
 
 def prefix_of(node: Node) -> tuple[int, ...]:
-    """All tokens up to the end of a node."""
+    """Returns all tokens from the root to the end of a node."""
     runs = []
     while node.parent is not None:
         runs.append(node.tokens)

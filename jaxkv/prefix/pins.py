@@ -1,7 +1,7 @@
-"""Pins: prefixes that stay in the index for a while, in use or not, such as a system prompt.
+"""Pins: prefixes that stay in the index for some time, in use or not, such as a system prompt.
 
-A pin holds pages as a sequence does, so that nothing evicts them. What all pins hold is limited to
-a share of each pool, and each ends after its time. Not here: which prefixes are worth it.
+A pin holds pages as a sequence does, so that they are not evicted. All pins together hold at most a
+share of each pool, and each pin ends after its time.
 """
 
 import math
@@ -14,11 +14,11 @@ from jaxkv.prefix.node import TOKEN, Namespace
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """A prefix that stays.
+    """A prefix that is not evicted until the pin ends.
 
     Attributes:
-      num_tokens: its length: what of the tokens asked for was in the index.
-      expires: clock reading at which it ends, seconds.
+      num_tokens: its length in tokens: as many of those asked for as were in the index.
+      expires: clock at which it ends, in seconds.
     """
 
     num_tokens: int
@@ -26,21 +26,21 @@ class Pin:
 
 
 class Pins:
-    """The pins in an index; a row of `PageTables` that needs pages lets expired ones go.
+    """The pins in an index; `PageTables` end expired ones when they need pages.
 
     Attributes:
-      max_pages: in each group how many pages may be pinned.
+      max_pages: how many pages of each group may be pinned.
     """
 
     def __init__(self, index: PrefixIndex, *, max_share: float = 0.5):
         """Makes an empty set of pins.
 
         Args:
-          index: whose clock tells the time, too.
-          max_share: of each pool's pages, how much may be pinned: 0 to 1.
+          index: has the prefixes and the clock.
+          max_share: share of each pool's pages that may be pinned, 0 to 1.
 
         Raises:
-          ValueError: such a share there is not.
+          ValueError: max_share is out of range.
         """
         if not 0 <= max_share <= 1:
             raise ValueError(f"max_share = {max_share}: a share is from 0 to 1")
@@ -48,17 +48,22 @@ class Pins:
         self._index = index
         self._held: dict[Pin, list[list[int]]] = {}
         self._pinned: list[Counter[int]] = [Counter() for _ in index.pools]
-        self._next_end = math.inf  # earliest `expires` of all
+        self._next_end = math.inf  # the earliest `expires`
 
     def pin(self, tokens: bytes, namespace: Namespace, *, ttl_seconds: float) -> Pin:
-        """Holds what the index has of `tokens` (packed).
+        """Holds the pages that the index has of a prefix.
 
-        In a sliding group that is what a sequence sees that goes on from the prefix's end. A page
-        under several pins counts once against the limit.
+        In a sliding group these are the pages that the token after the prefix sees. A page under
+        several pins counts once for the limit.
+
+        Args:
+          tokens: packed.
+          namespace: namespace of the prefix.
+          ttl_seconds: how long the pin lasts.
 
         Raises:
-          ValueError: the time is not positive, or so many pages may not be pinned; nothing is.
-          TypeError: tokens that are not packed (`jaxkv.prefix.pack`).
+          ValueError: the time is not positive, or too many pages would be pinned; nothing is.
+          TypeError: the tokens are not packed (`jaxkv.prefix.pack`).
         """
         if not isinstance(tokens, bytes) or len(tokens) % TOKEN:
             raise TypeError("tokens must be packed: jaxkv.prefix.pack(ids)")
@@ -88,7 +93,7 @@ class Pins:
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Ends a pin; one that has ended already stays so."""
+        """Ends a pin; does nothing if it has ended."""
         held = self._held.pop(pin, None)
         if held is None:
             return
@@ -108,7 +113,7 @@ class Pins:
                 self.unpin(pin)
 
     def num_pinned(self, group: int) -> int:
-        """Pages of a group that are pinned."""
+        """How many pages of a group are pinned."""
         return len(self._pinned[group])
 
     def holdings(self) -> list[list[list[int]]]:

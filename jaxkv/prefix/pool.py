@@ -1,14 +1,15 @@
-"""Who holds which page: the books over the page ids of one layer group.
+"""The page pool of one layer group: which pages are free, cached or held.
 
-Pure host state, no arrays of K or V. A page is in one of three states, by two facts about it, how
-many sequences hold it and whether the prefix index keeps it:
+The pool is host state and has no K or V. Two facts decide the state of a page: how many sequences
+hold it, and whether it is indexed, that is, whether the prefix index has it.
 
-    free     nobody holds it, not kept     in the free list, once
-    cached   nobody holds it, kept         the index may let it go
-    held     somebody holds it             kept or not
+    free     not held, not indexed    in the free list, once
+    cached   not held, indexed        may be evicted
+    held     held                     indexed or not
 
-Page 0 is the null page: never handed out, target of padding. A method that raises has changed
-nothing. Plain Python lists: at the tens of pages of most calls they are faster than arrays.
+Page 0 is the null page. It is never handed out, and padding points to it. A method that raises has
+changed nothing. The books are plain Python lists: most calls are about tens of pages, for which
+lists are faster than arrays.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,22 +17,39 @@ from operator import length_hint
 from typing import NoReturn
 
 _HOLDER = 2  # a page's state is twice the number of its holders, plus
-_KEPT = 1  # this, where the index keeps it
+_INDEXED = 1  # this, if the page is indexed
 
 
 class OutOfPages(Exception):
-    """A pool has fewer pages to give than were asked for; nothing was acquired."""
+    """A pool has too few pages to give; nothing was acquired."""
 
 
 class PagePool:
-    """The states of pages 1 .. N - 1, or of the next N - 1 behind another page.
+    """The states of pages 1 .. N - 1, or of the N - 1 pages after another null page.
 
-    Freed pages are handed out again last in, first out, while their memory is likely to be warm.
+    A freed page is the first to be handed out again, while its memory is likely to be in a cache.
 
     Attributes:
       capacity: pages that can be held at once, N - 1.
-      pages: their ids.
-      num_cached: pages in that state; with `num_free` and `num_held` they add up to `capacity`.
+      pages: the ids of the pool's pages, the null page left out.
+      num_cached: pages that are cached; with `num_free` and `num_held` they add up to `capacity`.
+
+    Example:
+      >>> from jaxkv.prefix import PagePool
+      >>> pool = PagePool(num_pages=5)
+      >>> pool.acquire(2)  # a sequence takes two pages
+      [1, 2]
+      >>> pool.share([1])  # a second sequence holds page 1 too
+      >>> pool.mark_indexed([1])  # the prefix index has page 1
+      >>> pool.release([1, 2])  # the first sequence ends
+      >>> pool.num_free, pool.num_cached, pool.num_held
+      (3, 0, 1)
+      >>> pool.release([1])  # the second sequence ends: page 1 stays cached
+      >>> pool.num_free, pool.num_cached, pool.num_held
+      (3, 1, 0)
+      >>> pool.unmark_indexed([1])  # the index evicts it
+      >>> pool.num_free
+      4
     """
 
     def __init__(self, num_pages: int, *, null: int = 0):
@@ -39,11 +57,11 @@ class PagePool:
 
         Args:
           num_pages: N.
-          null: id of the null page; the others follow it. Where several pools have pages of one
-            array, the null page of each stands before its own.
+          null: id of the null page; the other ids follow it. If several pools have pages of one
+            array, each pool's null page comes before its other pages.
 
         Raises:
-          ValueError: N leaves no page beside the null page.
+          ValueError: N leaves no page in addition to the null page.
         """
         if num_pages < 2:
             raise ValueError(f"N = {num_pages}: a pool needs the null page and at least one more")
@@ -56,42 +74,45 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds and the index does not keep."""
+        """Pages that are neither held nor indexed."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Pages that a sequence holds."""
+        """Pages that at least one sequence holds."""
         return self.capacity - len(self._free) - self.num_cached
 
-    def unheld_tail(self, pages: Sequence[int], most: int) -> int:
-        """How many pages at the end of `pages`, at most `most`, nobody holds."""
-        state, tail = self._state, pages[max(0, len(pages) - most) :]
+    def unheld_tail(self, pages: Sequence[int], limit: int) -> int:
+        """Counts the pages at the end of `pages` that are not held, up to `limit`."""
+        state, tail = self._state, pages[max(0, len(pages) - limit) :]
         if max(map(state.__getitem__, tail), default=0) < _HOLDER:
             return len(tail)
         held = (place for place, page in enumerate(reversed(tail)) if state[page] >= _HOLDER)
         return next(held)
 
     def is_held(self, page: int) -> bool:
-        """Whether anybody holds a page; nobody holds the null page."""
+        """Whether a page is held; the null page never is."""
         return self._state[page] >= _HOLDER
 
     def state(self, page: int) -> tuple[int, int]:
-        """Whether the index keeps a page, 0 or 1, and how many hold it.
+        """Looks a page up.
+
+        Returns:
+          Whether it is indexed, 0 or 1, and its number of holders.
 
         Raises:
-          ValueError: an id that is unknown or null.
+          ValueError: the id is unknown or null.
         """
         if not self._null < page <= self._last:
             self._refuse(page, "")
-        holders, kept = divmod(self._state[page], _HOLDER)
-        return kept, holders
+        holders, indexed = divmod(self._state[page], _HOLDER)
+        return indexed, holders
 
     def acquire(self, n: int) -> list[int]:
-        """Takes n free pages, each with one holder.
+        """Takes n free pages; each has one holder then.
 
         Raises:
-          OutOfPages: fewer are free; none is taken.
+          OutOfPages: fewer than n are free; none is taken.
           ValueError: n is negative.
         """
         if n < 0:
@@ -111,7 +132,7 @@ class PagePool:
         """Adds a holder to each page.
 
         Raises:
-          ValueError: an id that is unknown, null or free.
+          ValueError: an id is unknown, null or free.
         """
         self._check_ids(pages)
         state, rest, num_cached = self._state, iter(pages), 0
@@ -126,19 +147,21 @@ class PagePool:
         self.num_cached -= num_cached
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes a holder from each page; one without holders is cached where the index keeps it.
+        """Removes a holder from each page.
+
+        A page without holders is cached if it is indexed, and free if not.
 
         Raises:
-          ValueError: an id that is unknown or null, or that is listed more often than it is held.
+          ValueError: an id is unknown or null, or is listed more often than it is held.
         """
         self._check_ids(pages)
         state, rest, num_cached = self._state, iter(pages), 0
         freed: list[int] = []
         for page in rest:
             after = state[page] - _HOLDER
-            if after == _KEPT:
+            if after == _INDEXED:
                 num_cached += 1
-            elif after < _KEPT:
+            elif after < _INDEXED:
                 if after:
                     self._undo(pages, rest, _HOLDER)
                     self._refuse(page, "is released more often than it is held")
@@ -148,39 +171,39 @@ class PagePool:
         freed.reverse()
         self._free += freed
 
-    def keep(self, pages: Sequence[int]) -> None:
-        """Marks held pages as kept by the index.
+    def mark_indexed(self, pages: Sequence[int]) -> None:
+        """Marks held pages as indexed, so that they are cached after their last release.
 
         Raises:
-          ValueError: an id that is unknown or null, that nobody holds, or that is kept already.
+          ValueError: an id is unknown or null, or the page is not held or is indexed already.
         """
         self._check_ids(pages)
         state, rest = self._state, iter(pages)
         for page in rest:
             before = state[page]
-            if before < _HOLDER or before & _KEPT:
-                self._undo(pages, rest, -_KEPT)
-                self._refuse(page, "is kept already, or not held")
-            state[page] = before + _KEPT
+            if before < _HOLDER or before & _INDEXED:
+                self._undo(pages, rest, -_INDEXED)
+                self._refuse(page, "is indexed already, or not held")
+            state[page] = before + _INDEXED
 
-    def drop(self, pages: Sequence[int]) -> None:
-        """Marks kept pages as kept no more; those that nobody holds are free.
+    def unmark_indexed(self, pages: Sequence[int]) -> None:
+        """Marks indexed pages as not indexed; those that are not held become free.
 
         Raises:
-          ValueError: an id that is unknown or null, or that is not kept.
+          ValueError: an id is unknown or null, or the page is not indexed.
         """
         self._check_ids(pages)
         state, rest = self._state, iter(pages)
         held: set[int] = set()
         for page in rest:
             before = state[page]
-            if before == _KEPT:
+            if before == _INDEXED:
                 state[page] = 0
             else:
-                if not before & _KEPT:
-                    self._undo(pages, rest, _KEPT)
-                    self._refuse(page, "is not kept")
-                state[page] = before - _KEPT
+                if not before & _INDEXED:
+                    self._undo(pages, rest, _INDEXED)
+                    self._refuse(page, "is not indexed")
+                state[page] = before - _INDEXED
                 held.add(page)
         freed = [page for page in pages if page not in held] if held else list(pages)
         self.num_cached -= len(freed)
@@ -188,23 +211,23 @@ class PagePool:
         self._free += freed
 
     def check_integrity(self) -> None:
-        """Raises ValueError unless counters and free list agree with the state of every page."""
+        """Raises ValueError if a counter or the free list disagrees with the state of a page."""
         if any(self._state[: self._null + 1]) or min(self._state) < 0:
-            raise ValueError("the null page is held or kept, or a count is negative")
+            raise ValueError("the null page is held or indexed, or a count is negative")
         listed = sorted(self._free)
         free = [page for page in self.pages if not self._state[page]]
         if listed != free:
             raise ValueError(f"free list {listed} differs from the free pages {free}")
-        if self.num_cached != self._state.count(_KEPT):
+        if self.num_cached != self._state.count(_INDEXED):
             raise ValueError(f"num_cached = {self.num_cached} is not the number of cached pages")
 
     def _check_ids(self, pages: Sequence[int]) -> None:
-        """Raises ValueError where an id is no page of the pool."""
+        """Raises ValueError if an id is not a page of the pool."""
         if pages and not (min(pages) > self._null and max(pages) <= self._last):
             self._refuse(next(page for page in pages if page not in self.pages), "")
 
     def _undo(self, pages: Sequence[int], rest: Iterator[int], change: int) -> None:
-        """Takes a change back from the pages before the one at fault, the last out of `rest`."""
+        """Reverts a change of the pages before the one at fault, the last one out of `rest`."""
         for page in pages[: len(pages) - length_hint(rest) - 1]:
             self._state[page] += change
 

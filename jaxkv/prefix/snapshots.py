@@ -1,55 +1,78 @@
-"""What is left of contexts that lost tokens, kept for sequences that begin with the same ones.
+"""Snapshots: the pages that are left of contexts that dropped tokens, for sequences that begin with
+the same context.
 
     get       the snapshot of a context; changes nothing
-    hold      the same, and its pages are held for the caller
-    insert    a row's pages become a snapshot
-    drop      a snapshot goes, whole
+    match     the same, and the caller holds its pages
+    insert    makes a snapshot of a row's pages
 
-Which tokens stay follows from the whole context, so a snapshot cannot be cut at a token: it is an
-entry of a dictionary and no part of the radix tree. As in the tree, what is compared is token ids,
-the pages are marked as kept, and all stand in one order of eviction. Not here: which tokens stay
-(`jaxkv.compress`), rows (`shortened`).
+Which tokens are kept follows from the whole context, so a snapshot cannot be cut at a token. It is
+therefore an entry of a dictionary and not part of a radix tree. As in the tree, token ids are
+compared, the pages are marked as indexed, and snapshots are evicted in one order with the leaves of
+the trees, each as a whole. `jaxkv.compress` chooses the tokens, `dropper` has the rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxkv.prefix.node import Namespace, Node
-from jaxkv.prefix.policies import EvictionPolicy
-from jaxkv.prefix.pool import PagePool
+from jaxkv.prefix.eviction import Evictable, Owner
+from jaxkv.prefix.index import Match, PrefixIndex
+from jaxkv.prefix.node import Namespace
 
 
 class SnapshotKey(NamedTuple):
-    """What must be equal before a sequence may go on from a snapshot.
+    """What must be equal before a sequence may continue from a snapshot.
 
     Attributes:
-      tokens: packed: the context, or all that the choice of tokens is to be used for.
-      namespace: of the sequence, with the method, `dropped_at` and `protect`.
+      tokens: packed: the context, or all tokens that the choice of kept tokens depends on.
+      namespace: namespace of the sequence.
+      method: what drops tokens, with its budget and interval.
+      dropped_at: length of the context in tokens, after which some were dropped.
+      protect: spans `[start, end)` of tokens that are not dropped.
     """
 
     tokens: bytes
     namespace: Namespace
+    method: Hashable
+    dropped_at: int
+    protect: tuple[tuple[int, int], ...] = ()
 
 
-class Snapshot(Node):
-    """Pages of a context after some of its tokens were dropped; a leaf without a parent.
+class Snapshot:
+    """The pages of a context after some of its tokens were dropped; an `Evictable`.
 
     Attributes:
-      found_by: its key.
-      lens: of each layer group, how many tokens are left.
-      kept: what whoever made it goes on from, besides the pages.
+      owner: the snapshots that it belongs to.
+      key: its key.
+      pages: in each layer group the page ids; 0 before a window.
+      lens: how many tokens are left in each group.
+      kept: which tokens are left, as the method that dropped the others needs it to continue.
+      hits, priority, born, used: see `Evictable`.
     """
 
-    __slots__ = ("found_by", "kept", "lens")
+    __slots__ = ("born", "hits", "kept", "key", "lens", "owner", "pages", "priority", "used")
 
-    def __init__(self, key: SnapshotKey, pages: list[list[int]], lens: Sequence[int], kept: Any):
-        super().__init__(None, 0, key.tokens, pages)
-        self.found_by, self.lens, self.kept = key, tuple(lens), kept
+    parent: None = None
+    children: Mapping[bytes, Evictable] = MappingProxyType({})
+
+    def __init__(
+        self,
+        owner: Owner,
+        key: SnapshotKey,
+        pages: list[list[int]],
+        lens: Sequence[int],
+        kept: Any,
+        born: float,
+    ):
+        self.owner = owner
+        self.key, self.pages, self.lens, self.kept = key, pages, tuple(lens), kept
+        self.hits = self.priority = 0
+        self.born = self.used = born
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the context, dropped ones included."""
-        return self.found_by.namespace.dropped_at
+        return self.key.dropped_at
 
     @property
     def num_pages(self) -> int:
@@ -58,18 +81,11 @@ class Snapshot(Node):
 
 
 class Snapshots:
-    """The snapshots above the pools of all layer groups."""
+    """The snapshots that share the pools, the order of eviction and the counters of an index."""
 
-    def __init__(
-        self,
-        pools: Sequence[PagePool],
-        page_size: int,
-        policy: EvictionPolicy,
-        clock: Callable[[], float],
-    ):
-        """Makes an empty set; the arguments are those of the index."""
-        self._pools, self._page_size = tuple(pools), page_size
-        self._policy, self._clock = policy, clock
+    def __init__(self, index: PrefixIndex):
+        """Makes an empty set."""
+        self._index = index
         self._by_key: dict[SnapshotKey, Snapshot] = {}
 
     def __iter__(self) -> Iterator[Snapshot]:
@@ -79,30 +95,36 @@ class Snapshots:
         return len(self._by_key)
 
     def get(self, key: SnapshotKey) -> Snapshot | None:
-        """The snapshot of a key; None where there is none."""
+        """Returns the snapshot of a key, or None."""
         return self._by_key.get(key)
 
-    def hold(
-        self, key: SnapshotKey, *, priority: int = 0
-    ) -> tuple[Snapshot, list[list[int]], tuple[int, ...]] | None:
-        """Finds a snapshot and holds its whole pages.
+    def match(self, key: SnapshotKey, *, priority: int = 0) -> tuple[Snapshot, Match] | None:
+        """Finds a snapshot and holds its whole pages for the caller.
 
         Returns:
-          It; in each group the whole pages, 0 before a window; and in each group the page with the
-          rest of the tokens, to be copied before any other page is written, 0 where there is no
-          rest, not held. None where there is no such snapshot.
+          The snapshot and what the index has of its context: all tokens. None if there is no
+          snapshot. The index counts a match that found all tokens.
         """
+        found = self.hold(key, priority=priority)
+        if found is not None:
+            n = found[0].num_tokens
+            self._index.counters.add_match(n, n)
+        return found
+
+    def hold(self, key: SnapshotKey, *, priority: int = 0) -> tuple[Snapshot, Match] | None:
+        """Does what `match` does without counting it."""
         snapshot = self._by_key.get(key)
         if snapshot is None:
             return None
-        whole, sources = [], []
-        for pool, ids, length in zip(self._pools, snapshot.pages, snapshot.lens, strict=True):
-            count, rest = divmod(length, self._page_size)
-            whole.append(ids[:count])
-            sources.append(ids[count] if rest else 0)
-            pool.share([page for page in whole[-1] if page])
-        self._touch(snapshot, priority)
-        return snapshot, whole, tuple(sources)
+        pages, sources = [], []
+        columns = zip(self._index.pools, snapshot.pages, snapshot.lens, strict=True)
+        for pool, ids, length in columns:
+            whole, rest = divmod(length, self._index.page_size)
+            pages.append(ids[:whole])
+            sources.append(ids[whole] if rest else 0)
+            pool.share(pages[-1])
+        self._index.order.touch([snapshot], priority)
+        return snapshot, Match(snapshot.num_tokens, tuple(pages), tuple(sources))
 
     def insert(
         self,
@@ -112,39 +134,35 @@ class Snapshots:
         kept: Any,
         *,
         priority: int = 0,
-    ) -> Snapshot:
+    ) -> None:
         """Makes a new snapshot.
 
         Args:
-          key: of none that is there.
-          pages: in each group the pages of what is left, each held by the caller and kept by
-            nobody; 0 before a window.
-          lens: of each group, how many tokens are left.
+          key: a key that no snapshot has.
+          pages: in each group the pages that are left, each held by the caller and not indexed; 0
+            before a window.
+          lens: how many tokens are left in each group.
           kept: see `Snapshot`.
-          priority: of the request.
+          priority: `Request.priority` of the sequence.
         """
-        snapshot = Snapshot(key, [list(ids) for ids in pages], lens, kept)
-        for pool, ids in zip(self._pools, snapshot.pages, strict=True):
-            pool.keep([page for page in ids if page])
-        snapshot.born = self._clock()
+        index = self._index
+        snapshot = Snapshot(self, key, [list(ids) for ids in pages], lens, kept, index.clock())
+        for pool, ids in zip(index.pools, snapshot.pages, strict=True):
+            pool.mark_indexed(ids)
         self._by_key[key] = snapshot
-        self._touch(snapshot, priority)
-        return snapshot
+        index.order.touch([snapshot], priority)
+        index.counters.stored_pages += snapshot.num_pages
 
-    def num_unheld(self, snapshot: Snapshot, group: int) -> int:
-        """Pages of a group that would be free if a snapshot went."""
-        pool = self._pools[group]
-        return sum(1 for page in snapshot.pages[group] if page and not pool.is_held(page))
-
-    def drop(self, snapshot: Snapshot) -> None:
-        """Lets a snapshot go; pages that rows hold stay theirs."""
-        for pool, ids in zip(self._pools, snapshot.pages, strict=True):
-            pool.drop([page for page in ids if page])
-        del self._by_key[snapshot.found_by]
-        self._policy.forget(snapshot)
-
-    def _touch(self, snapshot: Snapshot, priority: int) -> None:
-        snapshot.used = self._clock()
-        snapshot.hits += 1
-        snapshot.priority = max(snapshot.priority, priority)
-        self._policy.touch([snapshot])
+    def evict_from(self, entry: Evictable, group: int, num_pages: int) -> int:
+        """Evicts a snapshot as a whole; see `Owner.evict_from`. Pages that rows hold stay held."""
+        assert isinstance(entry, Snapshot)
+        index = self._index
+        is_held = index.pools[group].is_held
+        freed = sum(1 for page in entry.pages[group] if page and not is_held(page))
+        if freed:
+            for pool, ids in zip(index.pools, entry.pages, strict=True):
+                pool.unmark_indexed(ids)
+            del self._by_key[entry.key]
+            index.order.forget(entry)
+            index.counters.evicted_pages += entry.num_pages
+        return freed

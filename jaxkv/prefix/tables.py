@@ -1,20 +1,23 @@
-"""The page tables of running sequences: which page holds which tokens of which sequence.
+"""The page tables of running sequences: which page has which tokens of which sequence.
 
-One row a sequence in each layer group, in arrays that a step can take rows of. A row's life:
+A sequence has one row in each layer group, in arrays from which a step takes rows. A row's life:
 
-    open      an empty row
-    match     its first pages are those that the index has of its prompt
-    grow      pages for more tokens; cached ones are evicted where the free ones run out
-              (`grow_lacking` for a batch)
-    publish   its pages become known to the index
-    trim      a sliding group's pages behind the window go back
-    close     everything goes back; the one release point of a sequence
+    open      takes an empty row
+    match     fills it with the pages that the index has of its prompt
+    grow      takes pages for more tokens, and evicts cached pages if too few are free
+              (`grow_lacking` does it for a batch)
+    publish   adds its pages to the index
+    trim      releases pages before the window of a sliding group
+    fork      opens a row that shares another row's first pages
+    close     releases all its pages; the only place where a sequence gives them back
 
-Not here: when a sequence does any of this (`jaxkv.engine`).
+Positions in a row are those of tokens in the group: if a group dropped tokens of a sequence
+(`dropper`), the tokens that are left follow one another in its pages. The scheduler of
+`jaxkv.engine` decides when a sequence does any of this.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +34,28 @@ Lengths = NDArray[np.integer]
 class PageTables:
     """Rows of page ids for up to R sequences.
 
+    Numbers of tokens are those of the whole sequence, dropped tokens included.
+
     Attributes:
-      pools: of each layer group.
-      pages: in each group `[R, M]` int32, to be read; 0 where a row holds no page.
-      num_pages: `[R]`, logical pages up to a row's last; earlier ones of a sliding group may be
-        gone.
-      dropped: None: rows lose no tokens but behind windows. See `ShortenedTables`.
+      pools: page pool of each layer group.
+      page_size: P.
+      pages: in each group `[R, M]` int32, read-only; 0 where a row has no page.
+      dropped: `[groups, R]` int32, read-only; how many tokens of a row's sequence a group dropped.
+      covered: `[R]`, read-only; the number of tokens that a row has pages for in every group, with
+        tokens that were dropped or that a window has passed.
+      sliding: the groups that have a window, in which rows give pages back (`trim`).
+
+    Example:
+      >>> from jaxkv.prefix import PagePool, PageTables
+      >>> tables = PageTables([PagePool(9)], page_size=4, max_sequences=2, max_pages=3)
+      >>> row = tables.open()
+      >>> tables.grow(row, num_tokens=6)
+      >>> tables.pages[0]
+      array([[1, 2, 0],
+             [0, 0, 0]], dtype=int32)
+      >>> tables.close(row)
+      >>> tables.pools[0].num_free
+      8
     """
 
     def __init__(
@@ -54,36 +73,38 @@ class PageTables:
         """Makes R = `max_sequences` closed rows of M = `max_pages` entries.
 
         Args:
-          pools: of each layer group.
-          page_size: P.
+          pools: page pool of each layer group, a `SparsePool` if the group has a window.
+          page_size: P, tokens per page.
           max_sequences: R.
           max_pages: M.
-          windows: of each group; None for a group that sees all. By default all do.
-          sink_pages: of each group, pages at the beginning that are kept whatever the window; by
-            default none.
-          index: shares the pools; None shares no prefixes.
-          pins: in the index; those that have expired give way to growth.
+          windows: window of each group in tokens; None, also by default, for one that sees all.
+          sink_pages: number of pages at the beginning of each group that the window does not
+            pass; by default 0.
+          index: index of the same pools; None shares no prefixes.
+          pins: in the index; those that have expired are ended when a row needs pages.
         """
         self.pools = tuple(pools)
         self.page_size = page_size
         self.pages = tuple(np.zeros((max_sequences, max_pages), np.int32) for _ in pools)
-        self.num_pages = np.zeros(max_sequences, np.int64)
-        self.dropped: NDArray[np.int32] | None = None
-        self._max_pages = max_pages
+        self.dropped = np.zeros((len(self.pools), max_sequences), np.int32)
+        self.covered = [0] * max_sequences
         self._index = index
         self._pins = pins
-        # What each row holds once more, as lists, in which the books are kept; None where closed.
+        # `pages` and `dropped` by row, again as lists, which are faster; no pages where closed.
         self._held: list[list[list[int]] | None] = [None] * max_sequences
+        self._gone = [[0] * len(self.pools) for _ in range(max_sequences)]
+        self._max_pages = max_pages
         self._windows = {g: window for g, window in enumerate(windows or ()) if window is not None}
+        self.sliding = tuple(self._windows)
         self._sinks = tuple(sink_pages) if sink_pages is not None else (0,) * len(self.pools)
-        # Of each row the first page that may be there, the sinks left out.
+        # By sliding group, the first page that each row may have, the sinks left out.
         self._first = {g: np.zeros(max_sequences, np.int64) for g in self._windows}
         self._closed = list(range(max_sequences - 1, -1, -1))
 
     @property
     def num_open(self) -> int:
         """Rows in use."""
-        return len(self.num_pages) - len(self._closed)
+        return len(self.covered) - len(self._closed)
 
     def open(self) -> int:
         """Takes an empty row.
@@ -92,7 +113,7 @@ class PageTables:
           ValueError: all rows are in use.
         """
         if not self._closed:
-            raise ValueError(f"all {len(self.num_pages)} rows are in use")
+            raise ValueError(f"all {len(self.covered)} rows are in use")
         row = self._closed.pop()
         self._held[row] = [[] for _ in self.pools]
         return row
@@ -100,88 +121,96 @@ class PageTables:
     def match(
         self, row: int, tokens: bytes, namespace: Namespace, *, priority: int = 0
     ) -> tuple[int, tuple[int, ...]]:
-        """Fills an empty row with what the index has of a prompt.
+        """Fills an empty row with the pages that the index has of a prompt.
 
         Args:
           row: an open row without pages.
-          tokens: packed; without those that are to be computed in any case.
-          namespace: of the sequence.
-          priority: of its request.
+          tokens: packed, without the tokens that are computed in any case.
+          namespace: namespace of the sequence.
+          priority: `Request.priority` of the sequence.
 
         Returns:
-          How many tokens are there, and in each group the page to copy onto the row's next one,
+          How many tokens were found, and in each group the page to copy to the row's next page
           before any page is written; 0 for nothing to copy. See `Match`.
         """
-        held = self._held_by(row)
+        self.held_by(row)
         if self._index is None:
             return 0, (0,) * len(self.pools)
         match = self._index.match(tokens, namespace, priority=priority)
-        self._fill(row, match.pages)
-        self.num_pages[row] = len(held[0])
+        self.fill(row, match.pages)
         return match.num_tokens, match.sources
 
-    def grow_lacking(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
-        """Gives a page to each row that lacks a slot for its next token, to all or to none.
-
-        A decode step's way: at once what `grow` does row by row.
-
-        Args:
-          rows: open rows.
-          num_tokens: of each row, its tokens, the next one included.
-
-        Returns:
-          Places in `rows` that lack a slot still: none of them, or all where pages run out.
-        """
-        P, held = self.page_size, [self._held[row] or self._held_by(row) for row in rows]
-        places = zip(held, num_tokens, strict=True)
-        lacking = [i for i, (groups, n) in enumerate(places) if len(groups[0]) * P < n]
-        try:
-            for g, pool in enumerate(self.pools):
-                if len(lacking) > pool.num_free:
-                    self._make_free(g, len(lacking))
-        except OutOfPages:
-            return lacking
-        for g, pool in enumerate(self.pools):
-            table = self.pages[g]
-            for i, page in zip(lacking, pool.acquire(len(lacking)), strict=True):
-                ids = held[i][g]
-                table[rows[i], len(ids)] = page
-                ids.append(page)
-        for i in lacking:
-            self.num_pages[rows[i]] += 1
-        return []
-
     def grow(self, row: int, num_tokens: int) -> None:
-        """Takes pages until a row has a slot for each of its tokens, in every group or in none.
+        """Takes pages until a row has a slot for each token, in every group or in none.
 
         Raises:
           OutOfPages: a group has too few pages that are free or cached.
           ValueError: the row is too short for so many tokens.
         """
-        held = self._held_by(row)
-        before, after = len(held[0]), -(-num_tokens // self.page_size)
-        num_new = after - before
-        if num_new <= 0:
+        held, P = self.held_by(row), self.page_size
+        if num_tokens <= self.covered[row]:
             return
-        if after > self._max_pages:
+        if num_tokens > self._max_pages * P:
             raise ValueError(
-                f"{num_tokens} tokens need {after} pages; a table row has {self._max_pages}"
+                f"{num_tokens} tokens need {-(-num_tokens // P)} pages; a table row has "
+                f"{self._max_pages}"
             )
-        for g, pool in enumerate(self.pools):
-            if num_new > pool.num_free:
-                self._make_free(g, num_new)
-        for g, ids in enumerate(held):
-            taken = self.pools[g].acquire(num_new)
-            self._show(g, row, before, taken)
-            ids += taken
-        self.num_pages[row] = after
+        gone = self._gone[row]
+        counts = [-(-(num_tokens - gone[g]) // P) - len(ids) for g, ids in enumerate(held)]
+        for g, count in enumerate(counts):
+            if count > self.pools[g].num_free:
+                self.make_free(g, count)
+        for g, count in enumerate(counts):
+            if count > 0:  # a group that dropped tokens may have room
+                taken = self.pools[g].acquire(count)
+                self._show(g, row, len(held[g]), taken)
+                held[g] += taken
+        self._cover(row, held)
+
+    def grow_lacking(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        """Gives a page to each row that lacks a slot for its next token, to all rows or to none.
+
+        This is `grow` for the rows of a decode step at once.
+
+        Args:
+          rows: open rows.
+          num_tokens: tokens of each row, the next one included.
+
+        Returns:
+          The places in `rows` that still lack a slot: none, or all that did if pages ran out.
+        """
+        P, covered = self.page_size, self.covered
+        ends = zip(rows, num_tokens, strict=True)
+        lacking = [i for i, (row, n) in enumerate(ends) if covered[row] < n]
+        if not lacking:
+            return []
+        needs: list[list[tuple[int, list[int]]]] = [[] for _ in self.pools]  # rows, their pages
+        for i in lacking:
+            row, gone = rows[i], self._gone[rows[i]]
+            for g, ids in enumerate(self.held_by(row)):
+                if len(ids) * P + gone[g] < num_tokens[i]:
+                    needs[g].append((row, ids))
+        try:
+            for g, need in enumerate(needs):
+                if len(need) > self.pools[g].num_free:
+                    self.make_free(g, len(need))
+        except OutOfPages:
+            return lacking
+        for pool, table, need in zip(self.pools, self.pages, needs, strict=True):
+            for (row, ids), page in zip(need, pool.acquire(len(need)), strict=True):
+                table[row, len(ids)] = page
+                ids.append(page)
+        for i in lacking:
+            self._cover(rows[i], self.held_by(rows[i]))
+        return []
 
     def publish(self, row: int, tokens: bytes, namespace: Namespace, *, priority: int = 0) -> None:
-        """Makes the pages of a row's first tokens (packed) known to the index.
+        """Adds the pages of a row's first tokens (packed) to the index.
 
-        Their slots are not written again. The last page may have room for more tokens of the row.
+        The slots of those tokens must not be written again. The last page may have room for more
+        tokens of the row.
         """
-        held = self._held_by(row)
+        held = self.held_by(row)
         if self._index is None or not tokens:
             return
         end = -(-len(tokens) // (TOKEN * self.page_size))
@@ -193,119 +222,158 @@ class PageTables:
                 self._show(g, row, 0, ids)
 
     def trim(self, rows: Rows, num_tokens: Lengths) -> None:
-        """Gives back what the next token of each row, at position `num_tokens`, no longer sees."""
+        """Releases the pages that the next token of each row, at position `num_tokens`, no longer
+        sees."""
         for g, window in self._windows.items():
             first = np.maximum(num_tokens - window + 1, 0) // self.page_size
-            first = np.minimum(first, self.num_pages[rows])
             for i in np.flatnonzero(first > self._first[g][rows]):
-                row, end = int(rows[i]), int(first[i])
+                row = int(rows[i])
+                ids = self.held_by(row)[g]
+                end = min(int(first[i]), len(ids))
                 start = min(end, max(self._sinks[g], int(self._first[g][row])))
-                ids = self._held_by(row)[g]
                 self.pools[g].release(ids[start:end])
                 ids[start:end] = [0] * (end - start)
                 self.pages[g][row, start:end] = 0
                 self._first[g][row] = end
 
-    def num_stored(self, group: int, row: int | None, num_tokens: int) -> int:
-        """How many of a row's tokens a group has slots for: all that it has not dropped."""
-        return num_tokens if self.dropped is None else num_tokens - int(self.dropped[group, row])
-
-    @property
-    def slides(self) -> bool:
-        """Some group has a window, so that rows give pages back (`trim`)."""
-        return bool(self._windows)
-
     def can_fork(self, row: int, num_tokens: int) -> bool:
         """Whether a row has all that the token at position `num_tokens` sees."""
-        return all(
+        return not any(self._gone[row]) and all(
             self._first[g][row] <= max(0, num_tokens - window + 1) // self.page_size
             for g, window in self._windows.items()
         )
 
     def fork(self, row: int, num_tokens: int) -> tuple[int, tuple[int, ...]]:
-        """Opens a row that shares another one's first tokens.
+        """Opens a row that shares another row's first tokens.
 
         Returns:
-          The new row, and in each group the page to copy onto the row's next one, before any page
-          is written; 0 for nothing to copy.
+          The new row, and in each group the page to copy to the row's next page before any page is
+          written; 0 for nothing to copy.
 
         Raises:
           ValueError: all rows are in use.
         """
-        held = self._held_by(row)
+        held = self.held_by(row)
         child = self.open()
         whole, rest = divmod(num_tokens, self.page_size)
-        copied = self._held_by(child)
-        for g, (pool, table) in enumerate(zip(self.pools, self.pages, strict=True)):
-            copied[g] += held[g][:whole]
-            table[child, :whole] = table[row, :whole]
-            pool.share([page for page in copied[g] if page])
+        pages = [ids[:whole] for ids in held]
+        for pool, ids in zip(self.pools, pages, strict=True):
+            pool.share(ids)
+        self.fill(child, pages)
         for first in self._first.values():
             first[child] = min(first[row], whole)
-        self.num_pages[child] = whole
         return child, tuple(ids[whole] if rest else 0 for ids in held)
 
     def close(self, row: int) -> None:
-        """Gives a row and all its pages back.
+        """Releases a row and all its pages.
 
         Raises:
           ValueError: the row is closed.
         """
-        held = self._held_by(row)
+        held = self.held_by(row)
         for g, ids in enumerate(held):
-            self.pools[g].release([page for page in ids if page] if self._windows else ids)
+            self.pools[g].release(ids)
             self.pages[g][row, : len(ids)] = 0
         for first in self._first.values():
             first[row] = 0
-        self.num_pages[row] = 0
+        if any(self._gone[row]):
+            self.set_dropped(row, dict.fromkeys(range(len(held)), 0))
+        self.covered[row] = 0
         self._held[row] = None
         self._closed.append(row)
 
-    def holdings(self) -> list[list[list[int]]]:
-        """What each open row holds, in each group; for `check_integrity`.
+    def num_stored(self, group: int, row: int, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens of a row a group has slots for."""
+        return num_tokens - self._gone[row][group]
+
+    def held_by(self, row: int) -> list[list[int]]:
+        """The pages of an open row in each group.
 
         Raises:
-          ValueError: the arrays say otherwise.
+          ValueError: the row is closed.
         """
-        for row, held in enumerate(self._held):
-            for table, ids in zip(self.pages, held or [[]] * len(self.pools), strict=True):
-                if table[row].tolist() != ids + [0] * (table.shape[1] - len(ids)):
-                    raise ValueError(f"row {row} holds {ids}, its table differs")
-                if self.num_pages[row] != len(ids):
-                    raise ValueError(f"row {row} has {len(ids)} pages, not {self.num_pages[row]}")
-        return [held for held in self._held if held is not None]
+        held = self._held[row]
+        if held is None:
+            raise ValueError(f"row {row} is closed")
+        return held
 
-    def _fill(self, row: int, pages: Sequence[list[int]]) -> None:
-        """Makes pages that are held for it those of an empty row."""
-        held = self._held_by(row)
+    def fill(self, row: int, pages: Sequence[list[int]]) -> None:
+        """Gives pages that are held for it to an empty row, 0 before a window."""
+        held = self.held_by(row)
         held[:] = pages
         for g, ids in enumerate(held):
             self._show(g, row, 0, ids)
-        for g in self._windows:
+        for g, first in self._first.items():
             gone = held[g].count(0)
-            self._first[g][row] = self._sinks[g] + gone if gone else 0
+            first[row] = self._sinks[g] + gone if gone else 0
+        self._cover(row, held)
 
-    def _show(self, group: int, row: int, start: int, ids: list[int]) -> None:
-        """Writes ids into a row's array, from logical page `start` on."""
-        # numpy takes four times as long to read a list of integers.
-        self.pages[group][row, start : start + len(ids)] = array("I", ids)
+    def set_dropped(self, row: int, counts: Mapping[int, int]) -> None:
+        """Books, by group, how many tokens of an open row's sequence the group has dropped."""
+        for g, count in counts.items():
+            self._gone[row][g] = self.dropped[g, row] = count
+        self._cover(row, self.held_by(row))
 
-    def _make_free(self, group: int, num_pages: int) -> None:
-        """Lets expired pins go and evicts until so many pages of a group are free."""
+    def replace(self, row: int, group: int, pages: list[int]) -> None:
+        """Puts pages that are held for a row in place of its pages of a group.
+
+        The former pages are the caller's to release.
+        """
+        held = self.held_by(row)
+        self.pages[group][row, : len(held[group])] = 0
+        held[group] = pages
+        self._show(group, row, 0, pages)
+        self._cover(row, held)
+
+    def make_free(self, group: int, num_pages: int) -> None:
+        """Evicts pages of a group until so many are free; does nothing if they are.
+
+        Raises:
+          OutOfPages: too few are free or cached.
+        """
         pool = self.pools[group]
+        if num_pages <= pool.num_free:
+            return
         if self._pins is not None:
             self._pins.expire()
-        short = num_pages - pool.num_free
-        if self._index is not None and 0 < short <= pool.num_cached:
-            self._index.evict(group, short)
+        lacking = num_pages - pool.num_free
+        if self._index is not None and 0 < lacking <= pool.num_cached:
+            self._index.evict(group, lacking)
         if num_pages > pool.num_free:
             raise OutOfPages(
                 f"{num_pages} pages asked for; of {pool.capacity}, {pool.num_free} are free and "
                 f"{pool.num_cached} cached"
             )
 
-    def _held_by(self, row: int) -> list[list[int]]:
-        held = self._held[row]
-        if held is None:
-            raise ValueError(f"row {row} is closed")
-        return held
+    def expire_pins(self) -> None:
+        """Ends the pins whose time is over."""
+        if self._pins is not None:
+            self._pins.expire()
+
+    def holdings(self) -> list[list[list[int]]]:
+        """What each open row holds, in each group; for `check_integrity`.
+
+        Raises:
+          ValueError: the arrays disagree with the lists.
+        """
+        for row, held in enumerate(self._held):
+            for table, ids in zip(self.pages, held or [[]] * len(self.pools), strict=True):
+                if table[row].tolist() != ids + [0] * (table.shape[1] - len(ids)):
+                    raise ValueError(f"row {row} holds {ids}, its table differs")
+            if self.dropped[:, row].tolist() != self._gone[row]:
+                raise ValueError(f"row {row} dropped {self._gone[row]} tokens, the array differs")
+            columns = zip(held or (), self._gone[row], strict=False)
+            covered = min((len(ids) * self.page_size + gone for ids, gone in columns), default=0)
+            if self.covered[row] != covered:
+                raise ValueError(f"row {row} covers {covered} tokens, not {self.covered[row]}")
+        return [held for held in self._held if held is not None]
+
+    def _cover(self, row: int, held: list[list[int]]) -> None:
+        """Books that a row has other pages."""
+        P, gone = self.page_size, self._gone[row]
+        self.covered[row] = min([len(ids) * P + gone[g] for g, ids in enumerate(held)])
+
+    def _show(self, group: int, row: int, start: int, ids: list[int]) -> None:
+        """Writes ids into a row's array, from logical page `start` on."""
+        # numpy takes four times as long to read a list of integers.
+        self.pages[group][row, start : start + len(ids)] = array("I", ids)

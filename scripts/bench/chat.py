@@ -15,7 +15,6 @@ can be imported (`pip install llama-cpp-python`) and the model is a GGUF file. I
 after another, whatever we do.
 """
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -30,10 +29,9 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cli import console
-from jaxkv.cli.arguments.serving import check_config
 from jaxkv.engine import EngineConfig
-from jaxkv.models.errors import ModelError
-from scripts.bench.chat_systems import Answer, LlamaServer, Ours, Server
+from jaxkv.errors import UsageError
+from scripts.bench.chat_systems import Answer, JaxkvServer, LlamaServer, Server
 from scripts.bench.peers import write_float32_gguf
 
 MICRO = 1e6
@@ -130,8 +128,20 @@ WITH, WITHOUT = "jaxkv, index", "jaxkv, no index"
 PEER_WITH, PEER_WITHOUT = "llama.cpp F32, prompt cache", "llama.cpp F32"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Returns the arguments."""
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The command line."""
+
+    workload: Workload
+    model: console.ModelOptions
+    page_size: int
+    rounds: int
+    no_peers: bool
+    json: bool
+
+
+def parse(argv: list[str]) -> BenchOptions:
+    """Reads the command line."""
     parser = console.Parser("python scripts bench chat", __doc__)
     add = parser.add_argument
     add("--conversations", type=int, default=8, metavar="C", help="(default: %(default)s)")
@@ -145,35 +155,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=1, metavar="N", help="timed rounds (default: %(default)s)")
     add("--no-peers", action="store_true", help="jaxkv alone")
     add("--json", action="store_true", help="one JSON object on standard output")
-    args = parser.parse_args(argv)
-    for name in ("conversations", "turns", "system", "user", "new", "rounds", "page_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    return args
+    options = parser.read(BenchOptions, argv)
+    sizes = ("conversations", "turns", "system", "user", "new")
+    parser.require_at_least(options.workload, **dict.fromkeys(sizes, 1))
+    parser.require_at_least(options, rounds=1, page_size=1)
+    return options
 
 
 def main(argv: list[str]) -> int:
     """Runs the bench and prints its table."""
-    args = parse(argv)
-    workload = Workload(
-        conversations=args.conversations,
-        turns=args.turns,
-        system=args.system,
-        user=args.user,
-        new=args.new,
-        one_by_one=args.one_by_one,
-    )
-    check_config(EngineConfig(page_size=args.page_size))
+    options = parse(argv)
+    workload = options.workload
+    config = engine_config(workload, options.page_size)  # raises before a model is loaded
     console.enable_compilation_cache()
-    loaded = console.load_model(args)
+    loaded = console.load_model(options.model)
     if workload.longest > loaded.model.max_positions:
-        raise ModelError(
-            f"a conversation comes to {workload.longest} tokens; {loaded.name} takes "
+        raise UsageError(
+            f"a conversation has up to {workload.longest} tokens; {loaded.name} takes "
             f"{loaded.model.max_positions}: lower --turns, --system, --user or --new"
         )
-    config = engine_config(workload, args.page_size)
     ours = {
-        name: Ours(loaded.model, replace(config, prefix_cache=name == WITH))
+        name: JaxkvServer(loaded.model, replace(config, prefix_cache=name == WITH))
         for name in (WITH, WITHOUT)
     }
     for server in ours.values():
@@ -181,14 +183,14 @@ def main(argv: list[str]) -> int:
     num_shapes = {name: server.num_shapes for name, server in ours.items()}
     with tempfile.TemporaryDirectory() as folder:
         servers: dict[str, Server] = dict(ours)
-        if not args.no_peers:
+        if not options.no_peers:
             servers |= peers(loaded.source, Path(folder), workload)
-        rounds = run_rounds(servers, workload, loaded.model.vocab_size, args.rounds)
+        rounds = run_rounds(servers, workload, loaded.model.vocab_size, options.rounds)
     late = sum(server.num_shapes - num_shapes[name] for name, server in ours.items())
     if late:
         print(f"{late} shapes of steps were compiled in timed rounds", file=sys.stderr)
     report = summary(workload, rounds)
-    print(json.dumps(report) if args.json else table(report))
+    print(json.dumps(report) if options.json else table(report))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Systems that serve conversations turn by turn under the clock: jaxkv's engine, and llama.cpp.
+"""Systems that serve conversations turn by turn and are timed: jaxkv's engine, and llama.cpp.
 
-Each serves prompts that are whole conversations so far, and may know their beginnings from before.
-Not a command; not here: what is said (`bench_chat`).
+Each serves prompts that are whole conversations so far, and may have cached their beginnings. The
+conversations themselves are made in `scripts/bench/chat.py`.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxkv.cli.conversation import warm_up
 from jaxkv.engine import Engine, EngineConfig, Request
 from jaxkv.models.decode_model import FlaxDecodeModel
 from scripts.bench.peers import LlamaCpp
@@ -30,10 +29,10 @@ class Answer:
 
 
 class Server(Protocol):
-    """A system under the clock.
+    """A system that is timed.
 
     Attributes:
-      host_seconds: of each decode step, what the host took beside the device; maybe empty.
+      host_seconds: time on the host in each decode step while the device was idle; may be empty.
     """
 
     host_seconds: list[float]
@@ -43,12 +42,12 @@ class Server(Protocol):
         ...
 
     def forget(self) -> None:
-        """Lets everything go that is cached."""
+        """Empties the cache."""
         ...
 
 
-class Ours:
-    """jaxkv's engine, host side included."""
+class JaxkvServer:
+    """jaxkv's engine, including its host side."""
 
     def __init__(self, model: FlaxDecodeModel, config: EngineConfig):
         self._engine = Engine(model, config)
@@ -66,12 +65,12 @@ class Ours:
         return [Answer(c.tokens, c.first_token_seconds or 0.0, c.cached_tokens) for c in running]
 
     def warm_up(self) -> None:
-        """Leaves nothing to compile."""
-        warm_up(self._engine)
+        """Compiles all steps."""
+        self._engine.warm_up()
 
     @property
     def num_shapes(self) -> int:
-        """Shapes of steps that were run so far, each compiled once."""
+        """Shapes of steps that were run so far; each is compiled once."""
         return self._engine.metrics.step_shapes
 
     def forget(self) -> None:

@@ -1,7 +1,8 @@
-"""Time prefill and decode of a model, host side included, beside the peers installed here.
+"""Time prefill and decode of a model, including the host side, next to the peers installed here.
 
   python scripts bench decode
   python scripts bench decode --json --rounds 5
+  python scripts bench decode --only decode --plot decode.svg
 
 Every system runs each workload in turn, round after round, on the same weights in float32; the
 table shows medians in tokens a second. Peers are llama.cpp (`pip install llama-cpp-python`) and
@@ -16,15 +17,23 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxkv.cli import console
-from jaxkv.models.errors import ModelError
-from scripts.bench.peers import Ours, System, installed_peers, write_float32_gguf
+from jaxkv.cli.output import plots, tables
+from jaxkv.errors import UsageError
+from jaxkv.models.loading import LoadedModel
+from scripts.bench.peers import Jaxkv, System, installed_peers, write_float32_gguf
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "reference" / "SPEEDS.md"
 MIB = 1 << 20
+
+Medians = dict[str, dict[str, float]]  # tokens per second, by system and workload
 
 
 @dataclass(frozen=True)
@@ -60,53 +69,104 @@ WORKLOADS = (
 )
 
 
-def main(argv: list[str]) -> int:
-    """Runs the bench and prints its table."""
+@dataclass(frozen=True, kw_only=True)
+class DecodeBenchOptions:
+    """The command line."""
+
+    model: console.ModelOptions
+    rounds: int
+    steps: int
+    no_peers: bool
+    only: str
+    json: bool
+    plot: Path | None
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """The workloads that were asked for."""
+        return [workload for workload in WORKLOADS if self.only in workload.name]
+
+
+def parse(argv: list[str]) -> DecodeBenchOptions:
+    """Reads the command line."""
     parser = console.Parser("python scripts bench decode", __doc__)
     console.add_model_arguments(parser)
     add = parser.add_argument
     add("--rounds", type=int, default=3, metavar="N", help="timed rounds (default: %(default)s)")
-    add("--steps", type=int, default=24, metavar="N", help="decode steps a round (default: 24)")
-    add("--no-peers", action="store_true", help="jaxkv alone")
-    add("--only", metavar="TEXT", default="", help="workloads whose name has this text")
+    add("--steps", type=int, default=24, metavar="N", help="decode steps per round (default: 24)")
+    add("--no-peers", action="store_true", help="time jaxkv only")
+    add("--only", metavar="TEXT", default="", help="run only workloads whose name has this text")
     add("--json", action="store_true", help="one JSON object on standard output")
-    args = parser.parse_args(argv)
-    workloads = [workload for workload in WORKLOADS if args.only in workload.name]
-    if not workloads:
-        raise ModelError(f"--only {args.only!r}: workloads are {[w.name for w in WORKLOADS]}")
-    for name in ("rounds", "steps"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    add("--plot", type=Path, metavar="FILE", help="draw the medians into a .png or .svg")
+    options = parser.read(DecodeBenchOptions, argv)
+    if not options.workloads:
+        names = [workload.name for workload in WORKLOADS]
+        raise UsageError(f"--only {options.only!r}: the workloads are {names}")
+    parser.require_at_least(options, rounds=1, steps=1)
+    tables.check_file(parser, options.plot, "--plot", (".png", ".svg"))
+    if options.plot is not None:
+        plots.require()
+    return options
 
+
+def main(argv: list[str]) -> int:
+    """Runs the bench and prints its table."""
+    options = parse(argv)
     console.enable_compilation_cache()
-    loaded = console.load_model(args)
+    medians, own_peak = measure(console.load_model(options.model), options)
+    if options.json:
+        print(json.dumps({"tokens_per_second": medians, "peak_rss_mib": own_peak}))
+    else:
+        print(_table(medians, own_peak))
+    if options.plot is not None:
+        plots.save(drawn(medians), options.plot)
+    return 0
+
+
+def measure(loaded: LoadedModel, options: DecodeBenchOptions) -> tuple[Medians, dict[str, int]]:
+    """Median tokens per second by system and workload, and jaxkv's peak RSS after each, MiB."""
+    workloads = options.workloads
     rates: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        systems: list[System] = [Ours(loaded.model)]
+        systems: list[System] = [Jaxkv(loaded.model)]
         own_peak = _warm_up(systems, workloads)
-        if not args.no_peers and loaded.source.suffix == ".gguf":
+        if not options.no_peers and loaded.source.suffix == ".gguf":
             peer_file = Path(folder) / "float32.gguf"
             write_float32_gguf(loaded.source, peer_file)
             peers = installed_peers(peer_file, os.cpu_count() or 1)
             _warm_up(peers, workloads)
             systems += peers
-        total = args.rounds * len(workloads) * len(systems)
+        total = options.rounds * len(workloads) * len(systems)
         with console.progress(total, unit="run", description="timing") as bar:
-            for seed in range(args.rounds):
+            for seed in range(options.rounds):
                 for workload in workloads:
                     for system in systems:
-                        rate = workload.tokens_per_second(system, args.steps, seed)
+                        rate = workload.tokens_per_second(system, options.steps, seed)
                         rates.setdefault(system.name, {}).setdefault(workload.name, []).append(rate)
                         bar.update()
     medians = {
         system: {name: statistics.median(values) for name, values in row.items()}
         for system, row in rates.items()
     }
-    if args.json:
-        print(json.dumps({"tokens_per_second": medians, "peak_rss_mib": own_peak}))
-    else:
-        print(_table(medians, own_peak))
-    return 0
+    return medians, own_peak
+
+
+def drawn(medians: Medians) -> "Figure":
+    """Milliseconds per token of each system: the decode workloads, whose batch shares a step."""
+    names = [name for name in medians[Jaxkv.name] if name.startswith("decode")]
+    figure, axes = plots.new_figure(0.9 + 0.25 * len(names) * (1 + len(medians)))
+    height = 0.8 / len(medians)
+    for i, (system, row) in enumerate(medians.items()):
+        places = [place + (i + 0.5) * height - 0.4 for place in range(len(names))]
+        costs = [1e3 / row[name] for name in names]
+        bars = axes.barh(places, costs, height, color=plots.COLOURS[i], label=system)
+        axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("milliseconds per generated token, float32; less is better")
+    axes.legend(fontsize=8)
+    return figure
 
 
 def _warm_up(systems: list[System], workloads: list[Workload]) -> dict[str, int]:
@@ -119,14 +179,14 @@ def _warm_up(systems: list[System], workloads: list[Workload]) -> dict[str, int]
     return peaks
 
 
-def _table(medians: dict[str, dict[str, float]], own_peak: dict[str, int]) -> str:
+def _table(medians: Medians, own_peak: dict[str, int]) -> str:
     """The medians as Markdown, with each peer's ratio, and the published figures."""
-    names = list(medians[Ours.name])
+    names = list(medians[Jaxkv.name])
     lines = ["| tokens/s | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for system, row in medians.items():
         lines.append(f"| {system} | " + " | ".join(f"{row[name]:.1f}" for name in names) + " |")
     for system in list(medians)[1:]:
-        ratios = (medians[Ours.name][name] / medians[system][name] for name in names)
+        ratios = (medians[Jaxkv.name][name] / medians[system][name] for name in names)
         lines.append(f"| jaxkv / {system} | " + " | ".join(f"{r:.2f}" for r in ratios) + " |")
     lines.append("| jaxkv peak RSS so far, MiB | " + " | ".join(map(str, own_peak.values())) + " |")
     if PUBLISHED.exists():

@@ -11,25 +11,41 @@ sequence holds when it has --at tokens, parameters, tails and exact tokens inclu
 bfloat16.
 """
 
-import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxkv.cache import PAGE_SIZES, CacheSpec, choose_formats, preferred_page_size
+from jaxkv.cache import CacheSpec, choose_formats
 from jaxkv.cli import console
-from jaxkv.cli.arguments.serving import kv_ranges, read_text
-from jaxkv.engine import RequestError, footprint
+from jaxkv.cli.arguments.serving import read_ranges, read_text
+from jaxkv.engine import footprint
+from jaxkv.errors import UsageError
 from jaxkv.eval import Quality, Setting, measure
+from jaxkv.kv_format import PAGE_SIZES, preferred_page_size
 from jaxkv.models.decode_model import FlaxDecodeModel
-from jaxkv.models.errors import ModelError
 
 FORMATS = "bf16 int8 fp8_e4m3 fp8_e5m2 int4 kivi4 kivi_k4v2 kivi2 kivi2_r32_s1"
 
 
-def main(argv: list[str]) -> int:
-    """Measures the formats and prints a table."""
+@dataclass(frozen=True, kw_only=True)
+class FormatsBenchOptions:
+    """The command line."""
+
+    model: console.ModelOptions
+    text: Path
+    formats: str
+    kv_ranges: Path | None
+    page_size: int | None
+    skip: int
+    tokens: int
+    chunk: int
+    at: int
+    json: bool
+
+
+def parse(argv: list[str]) -> FormatsBenchOptions:
+    """Reads the command line."""
     parser = console.Parser("python scripts bench formats", __doc__)
     console.add_model_arguments(parser)
     add = parser.add_argument
@@ -44,41 +60,47 @@ def main(argv: list[str]) -> int:
     add("--chunk", type=int, default=256, metavar="T", help="(default: %(default)s)")
     add("--at", type=int, default=4_096, metavar="N", help="(default: %(default)s)")
     add("--json", action="store_true", help="one JSON object a format, a line each")
-    args = parser.parse_args(argv)
-    for name, least in (("skip", 0), ("tokens", 2), ("chunk", 1), ("at", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}")
-    if args.page_size is not None and args.page_size not in PAGE_SIZES:
+    options = parser.read(FormatsBenchOptions, argv)
+    parser.require_at_least(options, skip=0, tokens=2, chunk=1, at=1)
+    if options.page_size is not None and options.page_size not in PAGE_SIZES:
         parser.error(f"--page-size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
-    if not args.formats.split():
+    if not options.formats.split():
         parser.error("--formats has none")
-    text = read_text(args.text)
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures the formats and prints a table."""
+    options = parse(argv)
+    text = read_text(options.text)
     console.enable_compilation_cache()
-    loaded = console.load_model(args)
-    tokens = loaded.require_tokenizer().encode(text)[args.skip : args.skip + args.tokens]
-    if len(tokens) < args.tokens:
-        raise ModelError(f"{args.text}: has fewer than {args.skip + args.tokens} tokens")
+    loaded = console.load_model(options.model)
+    end = options.skip + options.tokens
+    tokens = loaded.require_tokenizer().encode(text)[options.skip : end]
+    if len(tokens) < options.tokens:
+        raise UsageError(f"{options.text}: has fewer than {end} tokens")
     try:
-        rows = run(loaded.model, tokens, args)
+        rows = run(loaded.model, tokens, options)
     except ValueError as error:
-        raise RequestError(str(error)) from None
-    for row in rows if args.json else ():
-        print(json.dumps(row))
-    if not args.json:
+        raise UsageError(str(error)) from None
+    if options.json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
         print(table(rows))
     return 0
 
 
 def run(
-    model: FlaxDecodeModel, tokens: list[int], args: argparse.Namespace
+    model: FlaxDecodeModel, tokens: list[int], options: FormatsBenchOptions
 ) -> list[dict[str, Any]]:
     """A row for each format, the full cache first; formats of one page size share its runs.
 
     Raises:
       ValueError: a format, page size or layer that is none, or ranges that are missing.
     """
-    names, ranges = args.formats.split(), kv_ranges(args)
-    sizes = {name: args.page_size or preferred_page_size(name) for name in names}
+    names, ranges = options.formats.split(), read_ranges(options.kv_ranges)
+    sizes = {name: options.page_size or preferred_page_size(name) for name in names}
     chosen = {name: choose_formats(name, model.layers, ranges) for name in names}
     settings = {name: Setting(formats=formats) for name, formats in chosen.items()}
     found: dict[str, Quality] = {}
@@ -88,18 +110,18 @@ def run(
         for size in sorted(set(sizes.values())):
             here = {name: settings[name] for name in names if sizes[name] == size}
             found |= measure(
-                model, tokens, here, page_size=size, chunk=args.chunk, on_chunk=bar.update
+                model, tokens, here, page_size=size, chunk=options.chunk, on_chunk=bar.update
             )
     rows = []
     for name in ("f32", *[name for name in names if name != "f32"]):
-        size = sizes.get(name) or args.page_size or 16
+        size = sizes.get(name) or options.page_size or 16
         spec = CacheSpec(
             layers=model.layers,
             page_size=size,
             num_pages=(),
             formats=chosen.get(name) or choose_formats(name, model.layers),
         )
-        part = footprint(spec, num_tokens=args.at).ratio
+        part = footprint(spec, num_tokens=options.at).ratio
         rows.append(
             {"format": name, "page_size": size, "bytes_of_bf16": round(part, 4)}
             | {"perplexity_ratio": found[name].perplexity / found["f32"].perplexity}

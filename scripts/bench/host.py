@@ -1,4 +1,4 @@
-"""Time the host side alone: page pools, prefix index and page tables, without a model.
+"""Time the host side only: page pools, prefix index and page tables, without a model.
 
   python scripts bench host
   python scripts bench host --workload W1 --page 16 --json
@@ -26,6 +26,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,19 @@ WORKLOADS = ("W1", "W1g", "W2", "W2f", "W3", "W4", "W5", "W6", "step", "growth")
 Result = dict[str, Any]
 
 
-def main(argv: list[str]) -> int:
-    """Runs workloads and prints what they cost."""
+@dataclass(frozen=True, kw_only=True)
+class HostBenchOptions:
+    """The command line."""
+
+    workload: str
+    page: int
+    leaves: int
+    trace: Path | None
+    json: bool
+
+
+def parse(argv: list[str]) -> HostBenchOptions:
+    """Reads the command line."""
     parser = console.Parser("python scripts bench host", __doc__)
     add = parser.add_argument
     add("--workload", choices=(*WORKLOADS, "all"), default="all", help="default: %(default)s")
@@ -51,30 +63,38 @@ def main(argv: list[str]) -> int:
     add("--leaves", type=int, default=20_000, metavar="N", help="of W5 (default: %(default)s)")
     add("--trace", type=Path, metavar="PATH", help="JSON lines, for W4")
     add("--json", action="store_true", help="one JSON object a workload, a line each")
-    args = parser.parse_args(argv)
-    for name in ("page", "leaves"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if args.workload == "W4" and args.trace is None:
+    options = parser.read(HostBenchOptions, argv)
+    parser.require_at_least(options, page=1, leaves=1)
+    if options.workload == "W4" and options.trace is None:
         parser.error("W4 needs --trace, a file of JSON lines with hash_ids")
-    names = [args.workload]
-    if args.workload == "all":
-        names = [name for name in WORKLOADS if name != "W4" or args.trace is not None]
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Runs workloads and prints what they cost."""
+    options = parse(argv)
+    names = [options.workload]
+    if options.workload == "all":
+        names = [name for name in WORKLOADS if name != "W4" or options.trace is not None]
     for name in names:
-        result = {"system": "jaxkv", "page": args.page, "workload": name}
-        if name == "W5":
-            result |= eviction(args.page, args.leaves)
-        elif name == "W6":
-            result |= decoding(args.page)
-        elif name == "step":
-            result |= engine_step(args.page)
-        elif name == "growth":
-            result |= growth(args.page)
-        else:
-            requests, capacity = stream(name, args.trace)
-            result |= serve(name, requests, capacity, args.page)
-        print(json.dumps(result) if args.json else _lines(result), flush=True)
+        result = {"system": "jaxkv", "page": options.page, "workload": name}
+        result |= measure(name, options)
+        print(json.dumps(result) if options.json else _lines(result), flush=True)
     return 0
+
+
+def measure(name: str, options: HostBenchOptions) -> Result:
+    """Runs one workload."""
+    if name == "W5":
+        return eviction(options.page, options.leaves)
+    if name == "W6":
+        return decoding(options.page)
+    if name == "step":
+        return engine_step(options.page)
+    if name == "growth":
+        return growth(options.page)
+    requests, capacity = stream(name, options.trace)
+    return serve(name, requests, capacity, options.page)
 
 
 class Request:
@@ -93,7 +113,7 @@ class Host:
       evict_seconds, num_evicts: wall time in evictions, and how many there were.
     """
 
-    namespace = Namespace(model="bench")
+    namespace = Namespace()
 
     def __init__(self, capacity: int, page_size: int, max_sequences: int = 64):
         self.page_size = page_size

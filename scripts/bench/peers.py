@@ -33,8 +33,8 @@ class System(Protocol):
         ...
 
 
-class Ours:
-    """jaxkv's engine, host side included."""
+class Jaxkv:
+    """jaxkv's engine, including its host side."""
 
     name = "jaxkv"
 

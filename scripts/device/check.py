@@ -216,8 +216,17 @@ class Run:
         self._worker = None
 
 
-def main(argv: list[str]) -> int:
-    """Runs the check; returns 1 where a result was wrong, or ours failed."""
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """The command line."""
+
+    minutes: float
+    json: Path
+    no_model: bool
+
+
+def parse(argv: list[str]) -> CheckOptions:
+    """Reads the command line."""
     parser = console.Parser("python scripts device check", __doc__)
     add = parser.add_argument
     add("--minutes", type=float, default=6, help="that it may take (default: %(default)s)")
@@ -229,22 +238,28 @@ def main(argv: list[str]) -> int:
         help="where rows are saved (default: a new file, device_check_DATE-TIME.json)",
     )
     add("--no-model", action="store_true", help="leave out the model's steps")
-    args = parser.parse_args(argv)
-    if not 0 < args.minutes < float("inf"):
-        parser.error(f"--minutes must be above 0 and finite, not {args.minutes}")
-    with args.json.open("a"):
+    options = parser.read(CheckOptions, argv)
+    if not 0 < options.minutes < float("inf"):
+        parser.error(f"--minutes must be above 0 and finite, not {options.minutes}")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Runs the check; returns 1 if a result of ours was wrong or missing."""
+    options = parse(argv)
+    with options.json.open("a"):
         pass  # what cannot be written is said before anything runs
     from scripts.device.worker import questions
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
-    report = Report(args.json)
-    run = Run(report, time.monotonic() + 60 * args.minutes, COMMAND)
+    report = Report(options.json)
+    run = Run(report, time.monotonic() + 60 * options.minutes, COMMAND)
     try:
         run.start()
         if not run.real:
             print("JAX sees no GPU: simulated on toy sizes, nothing is timed", file=sys.stderr)
-        asked = [one for one in questions(run.real) if one[0] != "model" or not args.no_model]
-        ask_all(run, asked, args.minutes)
+        asked = [one for one in questions(run.real) if one[0] != "model" or not options.no_model]
+        ask_all(run, asked, options.minutes)
     except Lost as error:
         print(f"FAILED: the process that touches the device: {error}")
         return 1

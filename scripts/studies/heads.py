@@ -14,12 +14,12 @@ the end rows.csv has the rows that were asked for, summary.json their means and 
 over seeds, and loss.png and .svg the curves (with the extra `plot`).
 """
 
-import argparse
 import csv
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -91,8 +91,19 @@ SIZES = {
 }
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Returns the arguments."""
+@dataclass(frozen=True, kw_only=True)
+class HeadsOptions:
+    """The command line."""
+
+    text: list[Path]
+    out: Path
+    size: str
+    seeds: int
+    init: list[Pooling]
+
+
+def parse(argv: list[str]) -> HeadsOptions:
+    """Reads the command line."""
     parser = console.Parser("python scripts heads", __doc__)
     add = parser.add_argument
     add("--text", type=Path, nargs="+", required=True, metavar="PATH", help="texts, any bytes")
@@ -100,34 +111,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--size", choices=SIZES, default="cpu", help="(default: cpu, ten minutes on 2 cores)")
     add("--seeds", type=int, default=3, metavar="N", help="repetitions (default: 3)")
     add("--init", nargs="+", choices=POOLINGS, default=POOLINGS, help="ways of pooling (all)")
-    args = parser.parse_args(argv)
-    if args.seeds < 1:
-        parser.error("--seeds must be at least 1")
-    args.init = list(dict.fromkeys(args.init))
-    return args
+    options = parser.read(HeadsOptions, argv)
+    parser.require_at_least(options, seeds=1)
+    return replace(options, init=list(dict.fromkeys(options.init)))
 
 
 def main(argv: list[str]) -> int:
     """Runs the study; returns its exit code."""
-    args = parse(argv)
-    size = SIZES[args.size]
-    data = np.frombuffer(b"\n".join(path.read_bytes() for path in args.text), np.uint8)
+    options = parse(argv)
+    size = SIZES[options.size]
+    data = np.frombuffer(b"\n".join(path.read_bytes() for path in options.text), np.uint8)
     data = data.astype(np.int32)
     if len(data) < 2 * size.held_out:
         raise ModelError(f"{len(data)} bytes of text; {2 * size.held_out} at least are needed")
     console.enable_compilation_cache()
     run = asdict(size) | {"text_sha256": studies.text_sum(data)}
-    studies.claim(args.out, run, "rows.jsonl", "base-*")
-    file = args.out / "rows.jsonl"
+    studies.claim(options.out, run, "rows.jsonl", "base-*")
+    file = options.out / "rows.jsonl"
     done = read_rows(file)
-    cells: list[tuple[int, Pooling | None]] = [(size.heads, None)]
-    cells += [(K, init) for K in fewer(size.heads) for init in args.init]
+    pooled = product(fewer(size.heads), options.init)
+    cells: list[tuple[int, Pooling | None]] = [(size.heads, None), *pooled]
     last = round(SHARES[-1] * size.steps)
-    steps = args.seeds * (size.steps + len(cells) * last)
+    steps = options.seeds * (size.steps + len(cells) * last)
     rows: list[Row] = []
     with console.progress(steps, unit="step", description="heads") as bar:
-        for seed in range(args.seeds):
-            base = trained_base(size, data[: -size.held_out], seed, args.out, bar)
+        for seed in range(options.seeds):
+            base = trained_base(size, data[: -size.held_out], seed, options.out, bar)
             for K, init in cells:
                 cell = seed, K, init or NOT_POOLED
                 if cell in done:
@@ -138,7 +147,7 @@ def main(argv: list[str]) -> int:
                     lines = (json.dumps(row) + "\n" for found in done.values() for row in found)
                     write_whole(file, "".join(lines))
                 rows += done[cell]
-    write_results(args, rows, size)
+    write_results(options, rows, size)
     return 0
 
 
@@ -244,33 +253,33 @@ def summary(rows: list[Row]) -> list[Row]:
     return found
 
 
-def write_results(args: argparse.Namespace, rows: list[Row], size: Size) -> None:
+def write_results(options: HeadsOptions, rows: list[Row], size: Size) -> None:
     """Tables and curves."""
-    with (args.out / "rows.csv").open("w", newline="", encoding="utf-8") as stream:
+    with (options.out / "rows.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
     found = summary(rows)
-    (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    (options.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     whole = {row["share"]: row["bits_per_byte"] for row in found if row["init"] == NOT_POOLED}
     lines = {}
     for K in fewer(size.heads):
-        for init in args.init:
+        for init in options.init:
             cell = [row for row in found if (row["kv_heads"], row["init"]) == (K, init)]
             lines[f"{K} KV heads, {init}"] = [
                 (100 * row["share"], row["bits_per_byte"], row["std"]) for row in cell
             ]
     save_lines(
-        args.out / "loss",
+        options.out / "loss",
         lines,
         labels=("share of the training, %", "bits a byte"),
-        title=f"{size.heads} query heads, {args.seeds} seeds ({jax.default_backend()})",
+        title=f"{size.heads} query heads, {options.seeds} seeds ({jax.default_backend()})",
         levels={f"{size.heads} KV heads, trained on": whole[SHARES[-1]]},
     )
     print("| KV heads | pooled by | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |")
     print("|---|---|" + "---|" * len(SHARES))
     for K in (size.heads, *fewer(size.heads)):
-        for init in (NOT_POOLED, *args.init):
+        for init in (NOT_POOLED, *options.init):
             cell = [row for row in found if (row["kv_heads"], row["init"]) == (K, init)]
             if cell:
                 values = [f"{row['bits_per_byte']:.3f} ± {row['std']:.3f}" for row in cell]

@@ -25,7 +25,6 @@ last row come results.csv and .json, and, with the extra `plot`, plots and repor
 that were asked for.
 """
 
-import argparse
 import math
 import shlex
 import time
@@ -41,10 +40,11 @@ import numpy as np
 from jaxkv.cache import choose_formats
 from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import read_text
-from jaxkv.compress import METHODS, WINDOWS, Budget, Compression
+from jaxkv.compress import METHODS, Budget, Compression, Window
 from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
 from jaxkv.eval import Comparison, Reading, Setting, TextFunctions, read
 from jaxkv.eval.ruler import TASKS
+from jaxkv.kv_format import preferred_page_size
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.errors import ModelError
 from jaxkv.models.kv_heads import with_kv_heads
@@ -92,8 +92,8 @@ class Setup:
         """
         if self.method == NONE or self.budget is None:
             return None
-        budget = Budget.parse(self.budget)
-        if self.method in WINDOWS and budget.is_part:
+        budget = Budget(self.budget)
+        if isinstance(METHODS[self.method], Window) and budget.is_part:
             budget = Budget(budget.keep(num_tokens))
         return Compression(method=self.method, budget=budget)
 
@@ -101,12 +101,12 @@ class Setup:
         """Part of a context's tokens that is removed."""
         if self.budget is None:
             return 0.0
-        return float(1 - Fraction(Budget.parse(self.budget).keep(num_tokens), num_tokens))
+        return float(1 - Fraction(Budget(self.budget).keep(num_tokens), num_tokens))
 
     @property
     def page_size(self) -> int:
-        """Tokens a page that suit the format."""
-        return 32 if self.kv_format.startswith("kivi") else 16
+        """Tokens per page that suit the format."""
+        return preferred_page_size(self.kv_format)
 
     def folder(self, model: str, num_tokens: int) -> str:
         """Name of the row's folder, which no other row of the study has."""
@@ -116,8 +116,40 @@ class Setup:
         return "__".join((*parts, heads)).replace(",", "+").replace("=", "-")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Returns the arguments."""
+@dataclass(frozen=True, kw_only=True)
+class TradeoffOptions:
+    """The command line; lists have no value twice, and budgets one spelling."""
+
+    model: console.ModelOptions
+    text: Path
+    out: Path
+    heads: list[str] | None
+    formats: list[str]
+    methods: list[str]
+    budgets: list[str]
+    skip: int
+    context: int
+    tokens: int
+    tasks: list[str]
+    lengths: list[int]
+    samples: int
+    seed: int
+
+    def distinct(self) -> "TradeoffOptions":
+        """The same, without repeated values.
+
+        Raises:
+          ValueError: a budget is none.
+        """
+        lists = {
+            name: list(dict.fromkeys(getattr(self, name) or ()))
+            for name in ("heads", "formats", "methods", "tasks", "lengths")
+        }
+        return replace(self, **lists, budgets=list(dict.fromkeys(map(canonical, self.budgets))))
+
+
+def parse(argv: list[str]) -> TradeoffOptions:
+    """Reads the command line."""
     parser = console.Parser("python scripts tradeoff", __doc__)
     console.add_model_arguments(parser)
     add = parser.add_argument
@@ -157,26 +189,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--lengths", nargs="+", type=int, default=[512], metavar="N", help="of contexts (512)")
     add("--samples", type=int, default=2, metavar="N", help="a task, length and depth (default: 2)")
     add("--seed", type=int, default=42, help="of the tasks (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if args.quick:  # other defaults: what is given stays
+    if parser.parse_args(argv).quick:  # changes the defaults; options that are given stay
         parser.set_defaults(**QUICK)
-        args = parser.parse_args(argv)
-    for name, least in (("skip", 0), ("context", 8), ("tokens", 2), ("samples", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}")
-    if min(args.lengths) < 8:
+    options = parser.read(TradeoffOptions, argv)
+    parser.require_at_least(options, skip=0, context=8, tokens=2, samples=1, seed=0)
+    if min(options.lengths) < 8:
         parser.error("--lengths must be at least 8")
     for name, known in (("methods", (NONE, *METHODS)), ("tasks", tuple(TASKS))):
-        for given in getattr(args, name):
+        for given in getattr(options, name):
             if given not in known:
                 parser.error(f"--{name}: no {given!r}; there are {', '.join(known)}")
     try:
-        args.budgets = [canonical(budget) for budget in args.budgets]
+        return options.distinct()
     except ValueError as error:
         parser.error(f"--budgets: {error}")
-    for name in ("heads", "formats", "methods", "budgets", "tasks", "lengths"):
-        setattr(args, name, list(dict.fromkeys(getattr(args, name) or ())))
-    return args
 
 
 def canonical(budget: str) -> str:
@@ -185,11 +211,11 @@ def canonical(budget: str) -> str:
     Raises:
       ValueError: it is no budget.
     """
-    kept = Budget.parse(budget).kept
+    kept = Budget(budget).kept
     return str(kept) if isinstance(kept, int) else np.format_float_positional(float(kept), trim="0")
 
 
-def models_of(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, FlaxDecodeModel]:
+def models_of(options: TradeoffOptions, loaded: LoadedModel) -> dict[str, FlaxDecodeModel]:
     """The models by what --heads calls them, in its order.
 
     Raises:
@@ -197,17 +223,17 @@ def models_of(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, FlaxDe
     """
     own = loaded.model
     models = {}
-    for name in args.heads or [str(own.config.attention.num_kv_heads)]:
+    for name in options.heads or [str(own.config.attention.num_kv_heads)]:
         if name.isdecimal():
             models[str(int(name))] = with_kv_heads(own, int(name))
             continue
-        models[name] = load_model(name, console.DTYPES[args.dtype]).model
+        models[name] = load_model(name, console.DTYPES[options.model.dtype]).model
         if models[name].vocab_size != own.vocab_size:
             raise ModelError(f"--heads {name}: has another vocabulary than {loaded.name}")
     return models
 
 
-def setups(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel]) -> list[Setup]:
+def setups(options: TradeoffOptions, models: Mapping[str, FlaxDecodeModel]) -> list[Setup]:
     """All rows: the full cache first, and each method with each budget."""
     sums = {
         name: "" if name.isdecimal() else sum_of([name.encode(), model_sum(model).encode()])
@@ -215,28 +241,31 @@ def setups(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel]) -> l
     }
     rows = [
         Setup(heads, kv_format, method, budget, sums[heads])
-        for heads, kv_format, method in product(models, args.formats, args.methods)
-        for budget in (args.budgets if method != NONE else [None])
+        for heads, kv_format, method in product(models, options.formats, options.methods)
+        for budget in (options.budgets if method != NONE else [None])
     ]
     first = next(iter(models))
     full = Setup(first, "f32", NONE, None, sums[first])
     return [full, *[row for row in rows if row != full]]
 
 
-def check(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel], most: int) -> None:
+def check(options: TradeoffOptions, models: Mapping[str, FlaxDecodeModel], most: int) -> None:
     """Sees that all models know the formats, and that the text and the lengths have place.
 
     Raises:
       ModelError: it is not so.
     """
-    for kv_format, model in product(args.formats, models.values()):
+    for kv_format, model in product(options.formats, models.values()):
         try:
             choose_formats(kv_format, model.layers)
         except ValueError as error:
             raise ModelError(f"--formats {kv_format}: {error}") from None
-    sizes = {f"--context {args.context} and --tokens {args.tokens}": args.context + args.tokens}
-    if args.tasks:
-        sizes |= {f"--lengths {length}": length + STEPS for length in args.lengths}
+    sizes = {
+        f"--context {options.context} and --tokens {options.tokens}": options.context
+        + options.tokens
+    }
+    if options.tasks:
+        sizes |= {f"--lengths {length}": length + STEPS for length in options.lengths}
     for option, n in sizes.items():
         if n > most:
             raise ModelError(f"{option}: {n} tokens; the model takes {most} at most")
@@ -244,42 +273,51 @@ def check(args: argparse.Namespace, models: Mapping[str, FlaxDecodeModel], most:
 
 def main(argv: list[str]) -> int:
     """Runs the study; returns its exit code."""
-    args = parse(argv)
-    text = read_text(args.text)
+    options = parse(argv)
+    text = read_text(options.text)
     console.enable_compilation_cache()
-    loaded = console.load_model(args)
+    loaded = console.load_model(options.model)
     tokenizer = loaded.require_tokenizer()
     whole = tokenizer.encode(text)
-    tokens = whole[args.skip :][: args.context + args.tokens]
-    if len(tokens) < args.context + args.tokens:
-        raise ModelError(f"{args.text}: has too few tokens behind --skip {args.skip}")
-    models = models_of(args, loaded)
+    tokens = whole[options.skip :][: options.context + options.tokens]
+    if len(tokens) < options.context + options.tokens:
+        raise ModelError(f"{options.text}: has too few tokens behind --skip {options.skip}")
+    models = models_of(options, loaded)
     most = min(model.max_positions for model in models.values())
-    check(args, models, most)
-    asked = list(questions(args, tokenizer, most))
-    rows = setups(args, models)
+    check(options, models, most)
+    asked = list(
+        questions(
+            tokenizer,
+            tasks=options.tasks,
+            lengths=options.lengths,
+            samples=options.samples,
+            seed=options.seed,
+            most=most,
+        )
+    )
+    rows = setups(options, models)
     run = {
         "model": loaded.name,
-        "dtype": args.dtype,
+        "dtype": options.model.dtype,
         "weights_sha256": model_sum(loaded.model),
         "text_sha256": text_sum(whole),
         "beside": f"{rows[0].heads} {rows[0].heads_sha256}".rstrip(),
     }
     for name in ("skip", "context", "tokens", "tasks", "lengths", "samples", "seed"):
-        run[name] = getattr(args, name)
+        run[name] = getattr(options, name)
     command = shlex.join(["python", "scripts", "tradeoff", *argv])
-    study = Study(args, loaded, models, tokens, asked, first=rows[0], run=run, command=command)
-    claim(args.out, run, "*/metrics.json")
+    study = Study(options, loaded, models, tokens, asked, first=rows[0], run=run, command=command)
+    claim(options.out, run, "*/metrics.json")
     with console.progress(len(rows), unit="row", description="tradeoff") as bar:
         results = []
         for setup in rows:
             bar.set_postfix_str(f"{setup.kv_format} {setup.method} {setup.budget or ''}")
             results.append(study.row(setup))
             bar.update()
-    write_results(args.out, results)
-    files = write_report(args.out, results, study.command)
+    write_results(options.out, results)
+    files = write_report(options.out, results, study.command)
     print(table(results))
-    print(f"{args.out}: {len(results)} rows; {', '.join(file.name for file in files)}")
+    print(f"{options.out}: {len(results)} rows; {', '.join(file.name for file in files)}")
     return 0
 
 
@@ -288,7 +326,7 @@ class Study:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        options: TradeoffOptions,
         loaded: LoadedModel,
         models: Mapping[str, FlaxDecodeModel],
         tokens: list[int],
@@ -300,7 +338,7 @@ class Study:
     ):
         """Takes a text of a context and the tokens behind it, the questions of the tasks, the row
         of the full cache, and what all results are a function of."""
-        self.args, self.loaded, self.tokens, self.command = args, loaded, tokens, command
+        self.options, self.loaded, self.tokens, self.command = options, loaded, tokens, command
         self._models, self._asked, self._first, self._run = models, asked, first, run
         self._tokenizer = loaded.require_tokenizer()
         # Compiled, by model:
@@ -308,7 +346,7 @@ class Study:
         self._comparisons: dict[str, Comparison] = {}
         self._steps: dict[str, Any] = {}
         self._full: Reading | None = None
-        behind = self._tokenizer.decode(tokens[args.context + 1 :])
+        behind = self._tokenizer.decode(tokens[options.context + 1 :])
         self._num_bytes = len(behind.encode())
 
     def row(self, setup: Setup) -> dict[str, Any]:
@@ -317,17 +355,17 @@ class Study:
         Raises:
           ModelError: the row of the full cache cannot be measured, or a row's file is no row.
         """
-        folder = self.args.out / setup.folder(self.loaded.name, self.args.context)
+        folder = self.options.out / setup.folder(self.loaded.name, self.options.context)
         config = asdict(setup) | self._run
         found = measured(folder / "metrics.json", config)
         if found is not None:
             return found
         metrics: dict[str, Any] = {"config": config, "command": self.command}
-        metrics |= {"ratio": setup.ratio(self.args.context), "date": time.strftime("%Y-%m-%d")}
+        metrics |= {"ratio": setup.ratio(self.options.context), "date": time.strftime("%Y-%m-%d")}
         predictions: list[dict[str, Any]] = []
         try:
             metrics |= self._text(setup)
-            if self.args.tasks:
+            if self.options.tasks:
                 predictions, cost = self._serve(setup)
                 metrics |= cost | {"tasks": scores(predictions)}
         except ValueError as error:  # formats and methods name the pairs that do not go together
@@ -339,7 +377,7 @@ class Study:
 
     def _text(self, setup: Setup) -> dict[str, Any]:
         """Distances on the text, and bytes."""
-        context = self.args.context
+        context = self.options.context
         own = self._reading(setup)
         if self._full is None:  # not by this row where the run goes on from an earlier one
             self._full = own if setup == self._first else self._reading(self._first)
@@ -356,7 +394,7 @@ class Study:
         return found | {"bytes_per_token": a_token, "tokens_per_gib": int(MEMORY / a_token)}
 
     def _reading(self, setup: Setup) -> Reading:
-        context, model = self.args.context, self._models[setup.heads]
+        context, model = self.options.context, self._models[setup.heads]
         if setup.heads not in self._functions:
             self._functions[setup.heads] = TextFunctions(model)
         functions = self._functions[setup.heads]
@@ -368,7 +406,7 @@ class Study:
     def _serve(self, setup: Setup) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Answers to the tasks, and what steps take."""
         predictions, cost, model = [], {}, self._models[setup.heads]
-        for length in self.args.lengths:
+        for length in self.options.lengths:
             engine = Engine(
                 model,
                 EngineConfig(
@@ -385,7 +423,7 @@ class Study:
             for question in self._asked:
                 if question.length != length:
                     continue
-                sample, output = question.sample, self._answer(engine, question, setup)
+                sample, output = question.sample, self._answer(engine, question)
                 predictions.append(
                     {
                         "task": sample.task,
@@ -400,8 +438,9 @@ class Study:
             cost = self._times(engine, length, setup)
         return predictions, cost
 
-    def _answer(self, engine: Engine, question: Question, setup: Setup) -> str:
-        drops = setup.method not in (NONE, *WINDOWS)
+    def _answer(self, engine: Engine, question: Question) -> str:
+        compression = engine.config.compression
+        drops = compression is not None and not compression.is_window
         request = Request(
             prompt=tuple(question.context + question.question),
             max_new_tokens=question.max_new_tokens,

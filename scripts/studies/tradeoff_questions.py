@@ -1,7 +1,6 @@
 """The questions that all rows of `tradeoff` answer: samples of tasks, as tokens. Not a command."""
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -37,8 +36,16 @@ class Question:
         return ANSWER_TOKENS * len(self.sample.answers)
 
 
-def questions(args: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Iterator[Question]:
-    """The questions of all tasks, lengths, depths and seeds, in models of `most` positions.
+def questions(
+    tokenizer: Tokenizer,
+    *,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    samples: int,
+    seed: int,
+    most: int,
+) -> Iterator[Question]:
+    """The questions of all tasks, lengths, depths and seeds, for models of `most` positions.
 
     Raises:
       ModelError: a length is too short for a task, or too long for the models.
@@ -47,14 +54,14 @@ def questions(args: argparse.Namespace, tokenizer: Tokenizer, most: int) -> Iter
     def count(text: str) -> int:
         return len(tokenizer.encode(text))
 
-    for length, task, depth, i in product(args.lengths, args.tasks, DEPTHS, range(args.samples)):
+    for length, task, depth, i in product(lengths, tasks, DEPTHS, range(samples)):
         try:
-            sample = make_sample(task, length, depth, args.seed + i, count)
+            sample = make_sample(task, length, depth, seed + i, count)
         except ValueError as error:
             raise ModelError(f"--lengths {length}: {error}") from None
         context = tokenizer.encode(sample.context)
         question = tokenizer.encode(sample.question, add_special_tokens=False)
-        found = Question(sample, length, args.seed + i, context, question)
+        found = Question(sample, length, seed + i, context, question)
         n = len(context) + len(question) + found.max_new_tokens
         if n > most:
             raise ModelError(

@@ -13,11 +13,10 @@ stopped goes on from there by the same command, to the same bits; a command of a
 or options is refused, and so is a new one where OUT is done.
 """
 
-import argparse
 import csv
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import read_text
 from jaxkv.cli.output.line_plots import save_lines
 from jaxkv.models.errors import ModelError
-from jaxkv.models.kv_heads import POOLINGS, with_kv_heads
+from jaxkv.models.kv_heads import POOLINGS, Pooling, with_kv_heads
 from jaxkv.models.loading import LoadedModel
 from jaxkv.models.orbax_checkpoint import check_target, save_checkpoint
 from jaxkv.models.training import TrainConfig, Trainer, mean_loss
@@ -37,8 +36,26 @@ from scripts.studies import folder as studies
 SAVE_EVERY = 50  # updates
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Returns the arguments."""
+@dataclass(frozen=True, kw_only=True)
+class UptrainOptions:
+    """The command line."""
+
+    model: console.ModelOptions
+    kv_heads: int
+    init: Pooling
+    text: list[Path]
+    out: Path
+    steps: int
+    fraction: float
+    batch: int
+    length: int
+    lr: float
+    distil: float
+    seed: int
+
+
+def parse(argv: list[str]) -> UptrainOptions:
+    """Reads the command line."""
     parser = console.Parser("python scripts uptrain", __doc__)
     console.add_model_arguments(parser)
     add = parser.add_argument
@@ -55,55 +72,53 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--lr", type=float, default=3e-4, metavar="X", help="learning rate (default: 3e-4)")
     add("--distil", type=float, default=0.0, metavar="X", help="part of the loss (default: 0)")
     add("--seed", type=int, default=0, help="of the batches, and of --init random (default: 0)")
-    args = parser.parse_args(argv)
-    for name, least in (("kv_heads", 1), ("steps", 1), ("batch", 1), ("length", 2), ("seed", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    if not 0 <= args.fraction <= 1 or not 0 <= args.distil <= 1:
+    options = parser.read(UptrainOptions, argv)
+    parser.require_at_least(options, kv_heads=1, steps=1, batch=1, length=2, seed=0)
+    if not 0 <= options.fraction <= 1 or not 0 <= options.distil <= 1:
         parser.error("--fraction and --distil must be 0 to 1")
-    if not 0 < args.lr <= float(np.finfo(np.float32).max):
+    if not 0 < options.lr <= float(np.finfo(np.float32).max):
         parser.error("--lr must be above 0, and a finite float32")
-    return args
+    return options
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    args = parse(argv)
-    check_target(args.out)
-    texts = [read_text(path) for path in args.text]
+    options = parse(argv)
+    check_target(options.out)
+    texts = [read_text(path) for path in options.text]
     console.enable_compilation_cache()
-    loaded = console.load_model(args)
+    loaded = console.load_model(options.model)
     tokens = np.array(loaded.require_tokenizer().encode("\n".join(texts)), np.int32)
     config = TrainConfig(
-        num_steps=max(1, round(args.steps * args.fraction)),
-        batch=args.batch,
-        length=args.length,
-        learning_rate=args.lr,
-        distil=args.distil,
-        seed=args.seed,
+        num_steps=max(1, round(options.steps * options.fraction)),
+        batch=options.batch,
+        length=options.length,
+        learning_rate=options.lr,
+        distil=options.distil,
+        seed=options.seed,
     )
-    cut = len(tokens) - max(len(tokens) // 10, args.length + 1)
-    if cut <= args.length:
-        raise ModelError(f"{len(tokens)} tokens of text are too few for --length {args.length}")
-    start = with_kv_heads(loaded.model, args.kv_heads, args.init, seed=args.seed)
-    teacher = loaded.model if args.distil else None
+    cut = len(tokens) - max(len(tokens) // 10, options.length + 1)
+    if cut <= options.length:
+        raise ModelError(f"{len(tokens)} tokens of text are too few for --length {options.length}")
+    start = with_kv_heads(loaded.model, options.kv_heads, options.init, seed=options.seed)
+    teacher = loaded.model if options.distil else None
     trainer = Trainer(start, tokens[:cut], config, teacher=teacher)
-    if args.fraction > 0:
-        folder = args.out.with_name(args.out.name + ".training")
-        run = asdict(config) | {"kv_heads": args.kv_heads, "init": args.init}
-        run |= {"model": args.model, "dtype": args.dtype}
+    if options.fraction > 0:
+        folder = options.out.with_name(options.out.name + ".training")
+        run = asdict(config) | {"kv_heads": options.kv_heads, "init": options.init}
+        run |= asdict(options.model)
         run |= {"weights_sha256": studies.model_sum(loaded.model)}
         run |= {"text_sha256": studies.text_sum(tokens)}
         studies.claim(folder, run, "state/*")
         train(trainer, folder)
-    sizes = dict(batch=args.batch, length=args.length)
+    sizes = dict(batch=options.batch, length=options.length)
     original, before, after = (
         mean_loss(model, tokens[cut:], **sizes) for model in (loaded.model, start, trainer.model)
     )
     if not math.isfinite(after):
         raise ModelError(f"the trained model's loss is {after}; a lower --lr may help")
-    save_checkpoint(args.out, replace(loaded, model=trainer.model))
-    report(loaded, args, trainer.step)
+    save_checkpoint(options.out, replace(loaded, model=trainer.model))
+    report(loaded, options, trainer.step)
     print(f"held-out loss, nats a token: original {original:.4f}, pooled {before:.4f}, ", end="")
     print(f"trained {after:.4f}")
     return 0
@@ -155,8 +170,8 @@ def write_losses(path: Path, losses: Iterable[tuple[int, float]]) -> None:
     write_whole(path, "step,loss\n" + "".join(f"{n},{loss!r}\n" for n, loss in losses))
 
 
-def report(loaded: LoadedModel, args: argparse.Namespace, steps: int) -> None:
+def report(loaded: LoadedModel, options: UptrainOptions, steps: int) -> None:
     """Prints what was made."""
     K = loaded.model.config.attention.num_kv_heads
-    heads = f"{args.kv_heads} of {K} KV heads ({args.init})"
-    print(f"{args.out}: {heads}, {steps} steps, {args.kv_heads / K:.3f} of the cache's bytes")
+    heads = f"{options.kv_heads} of {K} KV heads ({options.init})"
+    print(f"{options.out}: {heads}, {steps} steps, {options.kv_heads / K:.3f} of the cache's bytes")

@@ -4,11 +4,13 @@ import io
 import re
 import sys
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
-from jaxkv.cli import chat, console, conversation
+from jaxkv.cli import chat, console, talk
 from jaxkv.engine import PoolState
+from jaxkv.llm import LLM
 from jaxkv.models.loading import LoadedModel, load_model
 from tests.cli.test_conversation import CHATML
 from tests.models.tiny_checkpoint import write_hf
@@ -31,7 +33,7 @@ def run(loaded, monkeypatch, capsys):
     """Runs the command on the tiny model; returns exit code, standard output and error."""
     monkeypatch.setattr(console, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr(console, "load_model", lambda args: loaded)
-    monkeypatch.setattr(chat.Chat, "warm_up", lambda self: None)  # has tests of its own
+    monkeypatch.setattr(LLM, "warm_up", lambda self: None)  # has tests of its own
 
     def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
@@ -119,8 +121,19 @@ def test_the_demo_prints_a_trace_whose_sums_are_those_of_its_turns(run, monkeypa
     assert f"{sums[1]} of {sums[0]} prompt tokens were not computed again" in out
 
 
+def test_the_demo_draws_what_was_cached_and_what_was_computed(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(chat, "DEMO_SYSTEM", "s")
+    monkeypatch.setattr(chat, "DEMO_TURNS", ("one", "two"))
+    code, _, err = run("--demo", "--no-compare", "--plot", str(tmp_path / "hits.svg"))
+    texts = "".join(ElementTree.parse(tmp_path / "hits.svg").getroot().itertext())
+    assert code == 0
+    for match in TURN.finditer(err):
+        assert match[4] in texts  # tokens that were computed
+    assert "turn 2" in texts and "found in the cache" in texts
+
+
 def test_a_trace_shows_every_layer_group_and_leaves_out_what_was_not_measured():
-    turn = conversation.Turn(
+    turn = talk.Turn(
         prompt_tokens=100,
         cached_tokens=75,
         generated_tokens=9,
@@ -128,7 +141,7 @@ def test_a_trace_shows_every_layer_group_and_leaves_out_what_was_not_measured():
         uncached_seconds=None,
         pools=(PoolState(5, 2, 1), PoolState(3, 0, 4)),
     )
-    head, row, total, saved = chat.trace([turn]).splitlines()
+    head, row, total, saved = talk.trace([turn]).splitlines()
     assert " ".join(row.split()) == "1 100 75 25 9 75.0% 0.500 - 5/2/1 + 3/0/4"
     assert " ".join(total.split()) == "sum 100 75 25 9 75.0% 0.500 -"
     assert saved.endswith("75.0% of prefill")
@@ -146,6 +159,8 @@ def test_a_trace_shows_every_layer_group_and_leaves_out_what_was_not_measured():
         pytest.param(["--demo", "--system", "s"], b"", "--demo", id="demo with a system"),
         pytest.param(["--demo", "--temperature", "1"], b"", "--demo", id="demo sampled"),
         pytest.param(["--seed", "x"], b"", "--seed", id="seed"),
+        pytest.param(["--plot", "a.svg"], b"", "--demo", id="plot without the demo"),
+        pytest.param(["--demo", "--plot", "a.gif"], b"", ".svg", id="plot of no known kind"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_code_2(run, arguments, stdin, message):

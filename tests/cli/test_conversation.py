@@ -1,13 +1,14 @@
-"""`jaxkv.cli.conversation`: histories as token ids, and what turns take from the cache."""
+"""`jaxkv.conversation` and `jaxkv.cli.talk`: histories as token ids, and what turns reuse."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jaxkv.cli.arguments.serving import make_engine
-from jaxkv.cli.conversation import Conversation, Talker, warm_up
-from jaxkv.engine import Completion, EngineConfig, Request, RequestError
+from jaxkv.cli.talk import Talker
+from jaxkv.conversation import Conversation
+from jaxkv.engine import Request, RequestError
+from jaxkv.llm import LLM
 from jaxkv.models.errors import ModelError
 from jaxkv.models.loading import LoadedModel, load_model
 from jaxkv.models.tokenizer import Tokenizer
@@ -40,8 +41,9 @@ def tokenizer(loaded) -> Tokenizer:
     return replace(loaded.require_tokenizer(), chat_template=CHATML)
 
 
-def answered(tokenizer: Tokenizer, tokens: list[int]) -> Completion:
-    return Completion(0, 1, tokens=tokens, text=tokenizer.decode(tokens))
+def say(talk: Conversation, text: str, answer: list[int]) -> Conversation:
+    """The conversation after a turn with this answer."""
+    return talk.answered(text, talk.prompt(text), answer, talk.tokenizer.decode(answer))
 
 
 def render(template: str, *contents: str, system: str) -> str:
@@ -55,10 +57,10 @@ def render(template: str, *contents: str, system: str) -> str:
 @TEMPLATES
 def test_a_history_in_ids_has_the_text_that_the_template_renders_of_it(tokenizer, template):
     tokenizer = replace(tokenizer, chat_template=template)
-    talk = Conversation(tokenizer, "Be brief.")
+    talk = Conversation(tokenizer).with_system("Be brief.")
     said = ["What is it?", "The one.", "And the other?", "Gone.", "Why?"]
     for question, answer in zip(said[0:4:2], said[1:4:2], strict=True):
-        talk.add(question, talk.prompt(question), answered(tokenizer, tokenizer.encode(answer)))
+        talk = say(talk, question, tokenizer.encode(answer))
     prompt = talk.prompt(said[-1])
     assert tokenizer.decode(prompt, skip_special_tokens=False) == render(
         template, *said, system="Be brief."
@@ -73,34 +75,31 @@ def test_the_next_prompt_begins_with_the_very_tokens_that_were_generated(tokeniz
     assert tokenizer.encode(" the ") != letters
     talk = Conversation(tokenizer)
     first = talk.prompt("Say it.")
-    talk.add("Say it.", first, answered(tokenizer, letters))
+    talk = say(talk, "Say it.", letters)
     second = talk.prompt("Again.")
     assert second[: len(first) + len(letters)] == first + letters
-    assert talk.tokens == first + letters
+    assert talk.tokens == (*first, *letters)
 
 
 def test_the_token_that_ended_an_answer_is_written_by_the_template_alone(tokenizer):
     stop = tokenizer.encode("<|im_end|>", add_special_tokens=False)
     assert set(stop) <= tokenizer.stop_ids
-    talk = Conversation(tokenizer)
-    talk.add("a", talk.prompt("a"), answered(tokenizer, [*tokenizer.encode("b"), *stop]))
+    talk = say(Conversation(tokenizer), "a", [*tokenizer.encode("b"), *stop])
     text = tokenizer.decode(talk.prompt("c"), skip_special_tokens=False)
     assert "b<|im_end|>\n<|im_start|>user\nc" in text
 
 
 def test_a_user_may_type_what_marks_the_place_of_an_answer(tokenizer):
-    talk = Conversation(tokenizer)
     text = "private \ue000 use \ue000\ue000"
-    talk.add(text, talk.prompt(text), answered(tokenizer, tokenizer.encode("b")))
+    talk = say(Conversation(tokenizer), text, tokenizer.encode("b"))
     assert tokenizer.decode(talk.prompt(text)).count(text) == 2
 
 
 def test_a_model_without_a_template_gets_a_transcript_a_line_each(tokenizer):
     tokenizer = replace(tokenizer, chat_template=None)
-    talk = Conversation(tokenizer, "Be brief.")
+    talk = Conversation(tokenizer).with_system("Be brief.")
     assert talk.stop_strings == ("\n",)
-    talk.add("a", talk.prompt("a"), answered(tokenizer, tokenizer.encode(" b\n")))
-    talk.add("c", talk.prompt("c"), answered(tokenizer, tokenizer.encode(" d")))
+    talk = say(say(talk, "a", tokenizer.encode(" b\n")), "c", tokenizer.encode(" d"))
     assert tokenizer.decode(talk.prompt("e")) == (
         "Be brief.\n\nUser: a\nAssistant: b\nUser: c\nAssistant: d\nUser: e\nAssistant:"
     )
@@ -108,15 +107,15 @@ def test_a_model_without_a_template_gets_a_transcript_a_line_each(tokenizer):
 
 def test_a_template_that_leaves_answers_out_is_refused(tokenizer):
     talk = Conversation(replace(tokenizer, chat_template="{{ messages[0].content }}"))
-    talk.add("a", talk.prompt("a"), answered(tokenizer, tokenizer.encode("b")))
-    with pytest.raises(ModelError, match="none for conversations"):
+    talk = say(talk, "a", tokenizer.encode("b"))
+    with pytest.raises(ModelError, match="does not suit conversations"):
         talk.prompt("c")
 
 
 @pytest.mark.parametrize("page_size", [8, 64])
 def test_a_turn_hits_all_that_the_turn_before_it_computed(loaded, tokenizer, page_size):
-    config = EngineConfig(max_sequences=1, token_budget=64, page_size=page_size, pool_tokens=256)
-    talker = Talker(loaded, config, compare=True)
+    config = dict(max_sequences=1, token_budget=64, page_size=page_size, pool_tokens=256)
+    talker = Talker(LLM(loaded, **config), compare=True)
     talk = Conversation(tokenizer)
     computed = 0
     for text in ("the one", "two", "three"):
@@ -132,14 +131,13 @@ def test_a_turn_hits_all_that_the_turn_before_it_computed(loaded, tokenizer, pag
         (pages,) = turn.pools
         assert pages.held == -(-(len(prompt) + 5) // page_size)  # as the last step began
         assert sum(pages) == 256 // page_size
-        talk.add(text, prompt, completion)
+        talk = talk.answered(text, prompt, completion.tokens, completion.text)
         computed = len(prompt) + 6
 
 
 def test_a_prompt_without_room_for_an_answer_is_refused_and_the_next_one_is_served(loaded):
-    talker = Talker(
-        loaded, EngineConfig(max_sequences=1, token_budget=64, pool_tokens=32), compare=False
-    )
+    llm = LLM(loaded, max_sequences=1, token_budget=64, pool_tokens=32)
+    talker = Talker(llm, compare=False)
     with pytest.raises(RequestError, match=r"32 tokens and 32 fit.*/reset"):
         talker.say(Request(prompt=(1,) * 32), str)
     completion, turn = talker.say(Request(prompt=(1,) * 31, max_new_tokens=5), str)
@@ -150,9 +148,9 @@ def test_a_prompt_without_room_for_an_answer_is_refused_and_the_next_one_is_serv
 @pytest.mark.slow
 def test_after_the_warm_up_nothing_is_cached_and_no_shape_is_new(loaded):
     batch = 3
-    config = EngineConfig(max_sequences=batch, token_budget=100, pool_tokens=2048)
-    engine = make_engine(loaded, config)
-    warm_up(engine)
+    llm = LLM(loaded, max_sequences=batch, token_budget=100, pool_tokens=2048)
+    llm.warm_up()
+    engine = llm.engine
     assert [pool.cached for pool in engine.pool_states] == [0]
     before = engine.metrics.step_shapes
     lengths = (1, 3, 63, 65, 130, 199, 201, 240)
@@ -167,15 +165,14 @@ def test_after_the_warm_up_nothing_is_cached_and_no_shape_is_new(loaded):
 @pytest.mark.slow
 def test_with_smollm2_a_turn_hits_all_that_the_turn_before_it_computed(smollm2):
     tokenizer = smollm2.require_tokenizer()
-    config = EngineConfig(max_sequences=1, pool_tokens=512)
-    talker = Talker(smollm2, config, compare=False)
-    talk, computed = Conversation(tokenizer, "Answer in a few words."), 0
+    talker = Talker(LLM(smollm2, max_sequences=1, pool_tokens=512), compare=False)
+    talk, computed = Conversation(tokenizer).with_system("Answer in a few words."), 0
     for text in ("What is the capital of France?", "And of Italy?", "Which is larger?"):
         prompt = talk.prompt(text)
         request = Request(prompt=tuple(prompt), max_new_tokens=24, stop_ids=tokenizer.stop_ids)
         completion, turn = talker.say(request, str)
         assert turn.cached_tokens == computed
-        talk.add(text, prompt, completion)
+        talk = talk.answered(text, prompt, completion.tokens, completion.text)
         computed = len(prompt) + len(completion.tokens) - 1
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from jaxkv.cli import console, tree
 from jaxkv.cli.output.tree_view import NodeView, as_svg, as_text, view
-from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, pack
+from jaxkv.prefix import Namespace, PageTables, make_index, make_pool, pack
 from tests.models.tiny_checkpoint import write_hf
 
 P = 4
-NAMESPACE = Namespace(model="m")
+NAMESPACE = Namespace()
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -27,8 +27,8 @@ class Host:
 
     def __init__(self, windows: tuple[int | None, ...] = (None,)):
         self.now = 0.0
-        pools = [PagePool(32) for _ in windows]
-        self.index = PrefixIndex(pools, P, windows, clock=lambda: self.now)
+        pools = [make_pool(32, window) for window in windows]
+        self.index = make_index(pools, P, windows, clock=lambda: self.now)
         self.tables = PageTables(
             pools, P, max_sequences=8, max_pages=24, windows=windows, index=self.index
         )

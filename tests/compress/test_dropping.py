@@ -1,4 +1,4 @@
-"""Engines that drop tokens: against a decoder that masks them in float64, and against themselves
+"""Engines that drop tokens, compared with a float64 decoder that masks them, and with themselves
 under chunks, batches, preemption and cached prefixes."""
 
 from itertools import count
@@ -18,7 +18,7 @@ from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
 CONTEXT, NEW, P = 90, 6, 8
 FAST = ("adakv_snapkv",)
 METHODS = ("knorm", "keydiff", "tova", "snapkv", "pyramidkv", "adakv_keydiff", "adakv_snapkv")
-LOOK_AT_ALL = ("h2o", "expected_attention", "adakv_h2o")
+OBSERVE_ALL = ("h2o", "expected_attention", "adakv_h2o")
 
 
 def slow_but(fast: tuple[str, ...], names: tuple[str, ...]) -> list:
@@ -26,7 +26,7 @@ def slow_but(fast: tuple[str, ...], names: tuple[str, ...]) -> list:
 
 
 def compression(method: str, budget: str = "0.75", interval: int | None = None) -> Compression:
-    return Compression(method=method, budget=Budget.parse(budget), interval=interval)
+    return Compression(method=method, budget=budget, interval=interval)
 
 
 def engine_of(
@@ -53,8 +53,9 @@ def watch(engine: CheckedEngine, request: Request) -> tuple[Completion, list]:
     (sequence,) = engine._sequences.values()
     while engine.has_work:
         engine.step()
-        if sequence.kept is not None and (not kept or sequence.kept is not kept[-1]):
-            kept.append(sequence.kept)
+        drop = sequence.drop
+        if drop.kept is not None and (not kept or drop.kept is not kept[-1]):
+            kept.append(drop.kept)
     return completion, kept
 
 
@@ -69,8 +70,7 @@ def check_against_naive(tiny: Tiny, method: str) -> None:
     completion, (kept,) = watch(engine_of(tiny, method), asked())
     num_layers = len(kept.counts)
     keep = int(0.75 * CONTEXT)
-    score_method = compression(method).score_method()
-    budgets = score_method.budgets(num_layers, CONTEXT, keep) if score_method.by_layer else None
+    budgets = compression(method).score_method().budgets(num_layers, CONTEXT, keep)
     choose = chooser(method, lambda n: keep, budgets)
     tokens = [*PROMPT, *completion.tokens]
     logits, stayed = decode_dropping(tiny.decoder, tokens, [CONTEXT], choose)
@@ -89,8 +89,8 @@ def test_an_engine_keeps_what_a_naive_decoder_keeps_and_gives_its_logits(mixed: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", LOOK_AT_ALL)
-def test_so_do_methods_that_look_at_all_queries(full: Tiny, method):
+@pytest.mark.parametrize("method", OBSERVE_ALL)
+def test_so_do_methods_that_observe_all_queries(full: Tiny, method):
     check_against_naive(full, method)
 
 
@@ -109,7 +109,7 @@ def test_tokens_are_dropped_again_after_every_so_many(mixed: Tiny, method, budge
         engine_of(mixed, method, budget, interval), asked(max_new_tokens=n, context=None)
     )
     boundaries = list(range(len(PROMPT), len(PROMPT) + n - 1, interval))
-    keep = Budget.parse(budget).keep
+    keep = Budget(budget).keep
     tokens = [*PROMPT, *completion.tokens]
     logits, stayed = decode_dropping(mixed.decoder, tokens, boundaries, chooser(method, keep))
     assert [positions(one) for one in kept] == [list(step) for step in zip(*stayed, strict=True)]
@@ -157,7 +157,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_chunks_batches_preemption_and_hits_change_no_bit(mixed: Tiny, full: Tiny, choice):
-    tiny = full if choice[0] in LOOK_AT_ALL else mixed
+    tiny = full if choice[0] in OBSERVE_ALL else mixed
     others = [Request(prompt=p, max_new_tokens=9, keep_logits=True) for p in random_prompts(70, 33)]
     want = bits_of(engine_of(tiny, *choice, deterministic=True), [asked()])
     (again,) = bits_of(
@@ -207,7 +207,7 @@ def test_shared_pages_stay_as_they_are_and_a_second_request_hits_them(mixed: Tin
     engine = engine_of(mixed, "knorm", "0.5", deterministic=True)
     first = run(engine, asked())
     assert engine.index is not None
-    group = engine.cache.groups[0]
+    (group,) = engine.cache.groups_of(0)
 
     def pages() -> list[np.ndarray]:
         found = engine.index.hold(pack(PROMPT[: CONTEXT - 1]), engine.namespace())
@@ -320,6 +320,6 @@ def test_pairs_that_do_not_go_together_are_named(mixed: Tiny, method, budget, kv
 
 
 @pytest.mark.parametrize("method", ["streaming_llm", "knorm", "pyramidkv", "adakv_knorm"])
-def test_layers_that_have_a_window_take_any_format_beside_a_method(mixed: Tiny, method):
+def test_layers_that_have_a_window_take_any_format_with_any_method(mixed: Tiny, method):
     spec = engine_of(mixed, method, "20", kv_format="int8,window=kivi4").spec
     assert [one.name for one in spec.formats] == ["int8", "kivi4", "int8"]

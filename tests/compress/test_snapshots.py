@@ -1,12 +1,12 @@
-"""What is left of a context is shared: a second request goes on from it, to the bits of a cold run,
-whatever is evicted, preempted or aborted meanwhile, and the first one's pages stay as they are."""
+"""Shortened contexts are shared: a second request starts from one and has the bits of a cold run,
+whatever is evicted, preempted or aborted meanwhile. The pages of the first one do not change."""
 
 from itertools import count
 
 import numpy as np
 import pytest
 
-from jaxkv.compress import METHODS, WINDOWS, Budget, Compression
+from jaxkv.compress import METHODS, Compression, Window
 from jaxkv.engine import Request
 from jaxkv.prefix import Snapshot, check_integrity
 from tests.engine.disturbances import logit_bits, preempt_at
@@ -20,8 +20,7 @@ QUERY_FREE = ("random", "knorm", "keydiff", "expected_attention")
 
 def engine_of(tiny: Tiny, method: str, interval: int | None = None, **options) -> CheckedEngine:
     options = dict(page_size=P, deterministic=True, budget="0.5") | options
-    budget = Budget.parse(options.pop("budget"))
-    compression = Compression(method=method, budget=budget, interval=interval)
+    compression = Compression(method=method, budget=options.pop("budget"), interval=interval)
     return tiny.engine(compression=compression, **options)
 
 
@@ -31,12 +30,12 @@ def asked(question: tuple[int, ...], context: tuple[int, ...] = CONTEXT, **optio
 
 
 def snapshots(engine: CheckedEngine) -> list[Snapshot]:
-    assert engine.index is not None
-    return list(engine.index.snapshots)
+    assert engine._dropper.snapshots is not None
+    return list(engine._dropper.snapshots)
 
 
 def contents(engine: CheckedEngine, snapshot: Snapshot) -> list[np.ndarray]:
-    """What a snapshot's slots hold in every layer, those behind its tokens left out."""
+    """What a snapshot's slots hold in every layer, without the slots after its tokens."""
     found = []
     cache = engine.cache
     for layer, pages in enumerate(cache.layers):
@@ -106,7 +105,7 @@ def test_a_second_request_starts_from_what_is_left_and_equals_a_cold_run(
 
 
 @pytest.mark.parametrize("method", ["tova", pytest.param("snapkv", marks=pytest.mark.slow)])
-def test_a_method_that_asks_queries_shares_with_the_same_whole_prompt_alone(mixed: Tiny, method):
+def test_a_query_aware_method_shares_only_with_the_same_whole_prompt(mixed: Tiny, method):
     engine = engine_of(mixed, method)
     first, other, again = (run(engine, asked(QUESTIONS[i])) for i in (0, 1, 0))
     assert [one.cached_tokens for one in (first, other, again)] == [0, 89, 90]
@@ -115,13 +114,13 @@ def test_a_method_that_asks_queries_shares_with_the_same_whole_prompt_alone(mixe
 
 
 def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed: Tiny):
-    """Its last token is computed again, for what comes behind; the pages are the first one's."""
+    """Its last token is computed again for the next token; the pages are those of the first."""
     engine = engine_of(mixed, "tova")
     request = asked((), max_new_tokens=8)
     first = run(engine, request)
     (snapshot,) = snapshots(engine)
-    choose, calls = engine._shortener._compressor.choose, []
-    engine._shortener._compressor.choose = lambda *a, **k: calls.append(1) or choose(*a, **k)
+    choose, calls = engine._dropping._compressor.choose, []
+    engine._dropping._compressor.choose = lambda *a, **k: calls.append(1) or choose(*a, **k)
     second = engine.submit(request)
     while not second.tokens:
         engine.step()
@@ -132,7 +131,7 @@ def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed
             assert held[group][: length // P] == snapshot.pages[group][: length // P]
     while engine.has_work:
         engine.step()
-    engine._shortener._compressor.choose = choose
+    engine._dropping._compressor.choose = choose
     assert not calls and len(snapshots(engine)) == 1
     np.testing.assert_array_equal(*logit_bits([first, second]))
 
@@ -148,7 +147,7 @@ def test_what_was_asked_for_differently_is_not_shared(mixed: Tiny):
         Request(prompt=(*CONTEXT, *QUESTIONS[0]), max_new_tokens=NEW),
         asked(QUESTIONS[0], prompt_logprobs=True),
     ):
-        before = {snapshot.found_by for snapshot in snapshots(engine)}
+        before = {snapshot.key for snapshot in snapshots(engine)}
         assert run(engine, request).cached_tokens < request_context(request)
         if not request.prompt_logprobs:
             assert len(before) + 1 == len(snapshots(engine))
@@ -245,14 +244,11 @@ def test_a_small_pool_lets_snapshots_go_and_serves_everybody(mixed: Tiny, evicti
         taken.clear()
     engine.reset_cache()
     assert not snapshots(engine) and engine.index is not None
-    check_integrity(engine.index, engine._tables)
+    check_integrity(engine.index, engine._tables, snapshots=engine._dropper.snapshots)
     assert all(pool.num_free == pool.capacity for pool in engine.pools)
 
 
 def test_the_methods_that_ask_no_queries_are_those_that_share_by_context():
-    for name in METHODS:
-        if name in WINDOWS:
-            continue
-        compression = Compression(method=name, budget=Budget.parse("0.5"))
-        free = name.removeprefix("adakv_") in QUERY_FREE
-        assert compression.score_method().query_aware != free
+    for name, method in METHODS.items():
+        if not isinstance(method, Window):
+            assert method.query_aware != (name.removeprefix("adakv_") in QUERY_FREE)

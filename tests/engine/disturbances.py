@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxkv.engine import Completion, Engine
-from jaxkv.engine.scheduler import _Draft
 
 Disturb = Callable[[Engine, int], None]
 
@@ -16,7 +15,7 @@ def preempt_at(step: int) -> Disturb:
     def disturb(engine: Engine, number: int) -> None:
         if number == step:
             for sequence in reversed(engine._scheduler.running):
-                engine._scheduler._preempt(sequence, _Draft(0))
+                engine._scheduler.preempt(sequence)
 
     return disturb
 

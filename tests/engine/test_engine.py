@@ -89,40 +89,60 @@ def test_requests_may_come_while_others_run(tiny: Tiny):
     assert engine.step() == []
 
 
-def test_a_bad_request_fails_alone(tiny: Tiny):
-    engine = tiny.engine()
-    bad = [request(()), request((V,)), request((1,), sampling=SamplingParams(top_p=2.0))]
-    batch = [bad[0], request(PROMPTS[0]), bad[1], request(PROMPTS[1]), bad[2]]
-    completions = engine.generate(batch)
-    assert [c.finish_reason for c in completions] == ["error", "length", "error", "length", "error"]
-    assert [c.tokens for c in completions[1::2]] == [tiny.greedy(p, 6) for p in PROMPTS[:2]]
-    assert [c.error for c in completions[1::2]] == [None, None]
-    said_of = ("prompt is empty", f"id {V}", "top_p")
-    for completion, said in zip(completions[::2], said_of, strict=True):
-        assert completion.error is not None
-        assert said in completion.error and "\n" not in completion.error
-        assert completion.tokens == []
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        pytest.param(dict(prompt=()), "the prompt is empty", id="empty"),
+        pytest.param(dict(prompt="abc"), "prompt must be a sequence of integers", id="text"),
+        pytest.param(dict(prompt=None), "prompt must be a sequence of integers", id="none"),
+        pytest.param(dict(prompt=(5.5,)), "prompt must be a sequence of integers", id="fraction"),
+        pytest.param(dict(prompt=[True]), "prompt must be a sequence of integers", id="bool"),
+        pytest.param(dict(max_new_tokens=-1), "max_new_tokens must be 0 or more", id="negative n"),
+        pytest.param(dict(max_new_tokens=None), "max_new_tokens must be int", id="no limit"),
+        pytest.param(dict(stop_ids=["a"]), "stop_ids must be a sequence of int", id="stop text"),
+        pytest.param(dict(stop_strings=("a", "")), "a stop string is empty", id="empty stop"),
+        pytest.param(dict(stop_strings="ab"), "stop_strings must be a sequence", id="one text"),
+        pytest.param(dict(stop_strings=[1]), "stop_strings must be a sequence", id="stop number"),
+        pytest.param(dict(logprobs=1.5), "logprobs must be", id="logprobs of half a token"),
+        pytest.param(dict(sampling=None), "sampling must be SamplingParams", id="no sampling"),
+        pytest.param(dict(keep_logits="no"), "keep_logits must be True or False", id="a word"),
+        pytest.param(dict(logprobs=21), "logprobs must be 0 to 20, got 21", id="logprobs"),
+        pytest.param(dict(logprobs=-1), "logprobs must be 0 to 20", id="negative logprobs"),
+        pytest.param(dict(n=0), "n must be 1 to 256, got 0", id="no answer"),
+        pytest.param(dict(protect=(3,)), "protect must be spans", id="no span"),
+    ],
+)
+def test_a_request_that_means_nothing_cannot_be_made(bad, message):
+    with pytest.raises(RequestError, match=message):
+        Request(**{"prompt": (1,), **bad})
+
+
+def test_a_sampling_parameter_of_a_wrong_type_is_named():
+    with pytest.raises(RequestError, match="temperature must be"):
+        SamplingParams(temperature="1")
+    with pytest.raises(RequestError, match="top_k must be int"):
+        SamplingParams(top_k=2.5)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], np.array([1, 2], np.int32), range(1, 3)], ids=str)
+def test_a_request_takes_any_sequence_of_integers(prompt):
+    asked = Request(prompt=prompt, stop_ids=np.array([4, 4]), stop_strings=["a"], protect=[[0, 1]])
+    assert asked == Request(
+        prompt=(1, 2), stop_ids=frozenset({4}), stop_strings=("a",), protect=((0, 1),)
+    )
+    assert all(type(token) is int for token in asked.prompt)
 
 
 @pytest.mark.parametrize(
     "bad, message",
     [
-        pytest.param(dict(prompt=()), "the prompt is empty", id="empty"),
         pytest.param(dict(prompt=(3, -1)), "token id -1 is outside the vocabulary", id="negative"),
         pytest.param(dict(prompt=(V,)), f"token id {V} is outside", id="too large"),
-        pytest.param(dict(stop_ids=frozenset({V})), f"token id {V} is outside", id="stop id"),
-        pytest.param(dict(max_new_tokens=-1), "max_new_tokens must be 0 or more", id="negative n"),
-        pytest.param(dict(stop_strings=("a", "")), "a stop string is empty", id="empty stop"),
+        pytest.param(dict(stop_ids=[V]), f"token id {V} is outside", id="stop id"),
         pytest.param(dict(stop_strings=("a",)), "a detokenizer", id="stop without text"),
-        pytest.param(dict(logprobs=1.5), "logprobs must be", id="logprobs of half a token"),
-        pytest.param(dict(stop_ids=[1]), "stop_ids must be frozenset", id="stop ids in a list"),
-        pytest.param(dict(sampling=None), "sampling must be SamplingParams", id="no sampling"),
-        pytest.param(dict(keep_logits="no"), "keep_logits must be True or False", id="a word"),
-        pytest.param(dict(logprobs=21), "logprobs must be 0 to 20, got 21", id="logprobs"),
-        pytest.param(dict(logprobs=-1), "logprobs must be 0 to 20", id="negative logprobs"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_at_the_door(tiny: Tiny, bad, message):
+def test_a_request_that_cannot_be_served_is_refused(tiny: Tiny, bad, message):
     engine = tiny.engine()
     with pytest.raises(RequestError, match=message):
         engine.submit(Request(**{"prompt": (1,), **bad}))

@@ -112,8 +112,6 @@ def test_beam_search_ends_beams_at_stop_ids(tiny: Tiny):
         pytest.param(dict(cache_salt="a"), dict(cache_salt="a"), True, id="one salt"),
         pytest.param(dict(cache_salt="a"), dict(cache_salt="b"), False, id="two salts"),
         pytest.param(dict(cache_salt="a"), {}, False, id="salt and none"),
-        pytest.param(dict(adapter=("a", 1)), dict(cache_salt="a"), False, id="adapter and salt"),
-        pytest.param(dict(adapter=("a", 1)), dict(adapter=("a", 2)), False, id="two versions"),
     ],
 )
 def test_prefixes_are_shared_within_a_namespace_alone(tiny: Tiny, first, second, shared):
@@ -219,9 +217,9 @@ def test_a_probe_finds_what_a_request_would_and_changes_nothing(tiny: Tiny):
     (prompt,) = random_prompts(40)
     run(engine, Request(prompt=prompt, max_new_tokens=2))
     assert engine.index is not None
-    before = list(engine.index._policy._order)
+    before = list(engine.index.order.policy._order)
     assert engine.index.probe(pack(prompt[:30]), engine.namespace()) == 30
-    assert list(engine.index._policy._order) == before
+    assert list(engine.index.order.policy._order) == before
 
 
 @pytest.mark.parametrize("pinned_pages", [0, 2])

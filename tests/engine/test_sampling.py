@@ -208,7 +208,7 @@ MEANINGLESS = {
 )
 def test_a_value_without_meaning_is_refused_by_name(name, value):
     with pytest.raises(RequestError, match=rf"^{name} must be .*, got {value}$"):
-        SamplingParams(**{name: value}).check()
+        SamplingParams(**{name: value})
 
 
 def test_sampling_parameters_cross_over_by_their_bits():

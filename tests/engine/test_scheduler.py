@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxkv.engine import Completion, FinishReason, Request
-from jaxkv.engine.scheduler import Scheduler, StepPlan
-from jaxkv.engine.sequence import Sequence
-from jaxkv.engine.waiting import AGE_GUARD, SCHEDULING
-from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, check_integrity
+from jaxkv.engine.scheduler import AGE_GUARD, SCHEDULING, Scheduler
+from jaxkv.engine.sequence import Fork, Sequence
+from jaxkv.engine.step_plan import StepPlan
+from jaxkv.prefix import (
+    Namespace,
+    PageTables,
+    check_integrity,
+    make_index,
+    make_pool,
+)
 
 P = 4
 
@@ -30,11 +36,12 @@ class World:
         index: bool = False,
         scheduling: str = "fcfs",
     ):
-        self.pools = [PagePool(n + 1) for n in pages]
+        windows = windows or (None,) * len(pages)
+        self.pools = [make_pool(n + 1, window) for n, window in zip(pages, windows, strict=True)]
         self.longest = min(pages) * P
         self.budget = budget
         self.max_sequences = max_sequences
-        self.index = PrefixIndex(self.pools, P, windows) if index else None
+        self.index = make_index(self.pools, P, windows) if index else None
         self.tables = PageTables(
             self.pools,
             P,
@@ -60,9 +67,6 @@ class World:
             namespace=Namespace(),
             max_tokens=min(len(tokens) + new, self.longest),
             tokens=array("i", tokens),
-            text=None,
-            seen=None,
-            submitted=0.0,
         )
         self.scheduler.add(sequence)
         self.unfinished.append(sequence)
@@ -81,7 +85,7 @@ class World:
         for sequence, num_tokens in zip(plan.sequences, plan.num_tokens, strict=True):
             assert 0 < num_tokens <= sequence.num_uncomputed
             end = sequence.num_computed + num_tokens
-            assert self.tables.num_pages[sequence.row] >= end / P
+            assert self.tables.covered[sequence.row] >= end
         for copy in plan.copies:
             assert self.pools[copy.group].state(copy.target) == (0, 1)
 
@@ -109,8 +113,8 @@ class World:
             check_integrity(self.index, self.tables)
         for pool in self.pools:
             pool.check_integrity()
-        held = [int(self.tables.num_pages[s.row]) for s in self.scheduler.running]
-        if self.index is None and not self.tables.slides:
+        held = [self.tables.covered[s.row] // P for s in self.scheduler.running]
+        if self.index is None and not self.tables.sliding:
             assert [pool.num_held for pool in self.pools] == [sum(held)] * len(self.pools)
         assert self.tables.num_open == len(held) <= self.max_sequences
         assert all(s.num_computed == 0 for s in self.scheduler.waiting)
@@ -324,7 +328,7 @@ def test_a_fork_takes_the_pages_of_its_origin_and_copies_one():
     origin = world.submit(tokens((1, 10)), 8)
     world.step()
     child = world.submit(tuple(origin.tokens), 8)
-    child.fork_of, child.fork_at = origin, 10
+    child.fork = Fork(origin, 10)
     plan = world.step()
     assert plan is not None and world.shares(plan) == [(10, 1), (11, 1)]
     rows = world.tables.pages[0][[origin.row, child.row]]
@@ -339,7 +343,7 @@ def test_a_page_that_a_plan_copies_to_is_no_source_in_the_same_plan():
     finish(world)
     origin = world.submit(tokens((1, 6)), 8)  # begins with a copy of the cached page
     child = world.submit(tokens((1, 6)), 8)
-    child.fork_of, child.fork_at = origin, 5
+    child.fork = Fork(origin, 5)
     plan = world.step()
     assert plan is not None and plan.sequences == (origin,) and len(plan.copies) == 1
     plan = world.step()

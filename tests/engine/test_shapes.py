@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from jaxkv.cache import LayerSpec
 from jaxkv.engine import Engine, EngineConfig, Request
-from jaxkv.engine.scheduler import StepPlan
-from jaxkv.engine.step import (
+from jaxkv.engine.shapes import (
     DETERMINISTIC_ROWS,
     MAX_BUCKETS,
     ShapeTable,
     buckets,
     halve_widest_gaps,
 )
+from jaxkv.engine.step_plan import StepPlan
 
 SIZES = st.integers(1, 5000)
 
@@ -127,3 +127,16 @@ def test_steps_of_another_model_or_kind_are_refused():
     steps = Engine(model, EngineConfig()).steps
     with pytest.raises(ValueError, match="cannot be shared"):
         Engine(model, EngineConfig(deterministic=True), steps=steps)
+
+
+def test_warm_up_compiles_every_shape_and_touches_nothing_else():
+    engine = Engine(Bag(), EngineConfig(max_sequences=4, token_budget=100))
+    running = engine.submit(Request(prompt=(1, 2, 3, 4) * 5, max_new_tokens=6))
+    engine.step()
+    free, before = engine.pool_states, len(running.tokens)
+    engine.warm_up()
+    assert engine.pool_states == free and len(running.tokens) == before
+    assert engine.steps._step._cache_size() == len(engine.shapes) == engine.metrics.step_shapes
+    engine.generate([Request(prompt=(7,) * n, max_new_tokens=3) for n in (1, 70, 190)])
+    assert engine.steps._step._cache_size() == len(engine.shapes)
+    assert running.tokens == [0, 1, 0, 1, 0, 1]

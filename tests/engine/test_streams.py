@@ -52,23 +52,31 @@ def test_generate_returns_the_completions_of_its_own_requests(tiny: Tiny):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        pytest.param({"prompt": "abc"}, "prompt must be tuple", id="text"),
-        pytest.param({"prompt": (5.5,)}, "token id must be int", id="fraction"),
-        pytest.param({"max_new_tokens": None}, "max_new_tokens must be int", id="no limit"),
-        pytest.param({"stop_strings": "ab"}, "stop_strings must be tuple", id="stop text"),
-        pytest.param(
-            {"sampling": SamplingParams(temperature="1")}, "temperature", id="text number"
-        ),
-        pytest.param({"sampling": SamplingParams(top_k=2.5)}, "top_k must be int", id="half a k"),
+        pytest.param({"prompt": (1, 97)}, "token id 97 is outside", id="no token"),
+        pytest.param({"prompt": (1,) * 300}, "the prompt has 300 tokens", id="too long"),
+        pytest.param({"stop_strings": ["a"]}, "a detokenizer", id="stop without text"),
+        pytest.param({"context": 1}, "need an engine with a score method", id="context"),
     ],
 )
-def test_a_request_of_wrong_types_fails_alone(tiny: Tiny, bad, message):
+def test_a_request_that_an_engine_cannot_serve_fails_alone(tiny: Tiny, bad, message):
     good = Request(prompt=(1, 2, 3), max_new_tokens=2)
     wrong = Request(**{"prompt": (1,), "max_new_tokens": 2} | bad)
     refused, served = tiny.engine().generate([wrong, good])
     assert refused.finish_reason is FinishReason.ERROR
-    assert message in str(refused.error)
+    assert message in str(refused.error) and "\n" not in str(refused.error)
     assert len(served.tokens) == 2
+
+
+def test_requests_that_cannot_all_be_read_are_aborted(tiny: Tiny):
+    engine = tiny.engine()
+
+    def asked():
+        yield from requests(PROMPTS[:2])
+        raise OSError("the rest is lost")
+
+    with pytest.raises(OSError, match="the rest is lost"):
+        engine.generate(asked())
+    assert not engine.has_work
 
 
 def test_further_answers_are_streamed_and_served_to_their_end(tiny: Tiny):

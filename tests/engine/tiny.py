@@ -6,10 +6,12 @@ from functools import cached_property
 import numpy as np
 from flax import nnx
 
-from jaxkv.cache import KVCache, check_cache, check_tables
+from jaxkv.cache import KVCache
+from jaxkv.cache.debug import check_tables
 from jaxkv.engine import Completion, Delta, Engine, EngineConfig, Request
-from jaxkv.engine.request import DetokenizerFactory
-from jaxkv.engine.step import StepFunctions, StepShape
+from jaxkv.engine.shapes import StepShape
+from jaxkv.engine.step import StepChoices, StepFunctions
+from jaxkv.engine.stopping import DetokenizerFactory
 from jaxkv.models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.decoder import Decoder
@@ -64,9 +66,8 @@ class Tiny:
         options = EngineConfig(**{"pool_tokens": 2048, "token_budget": 64, **config})
         deterministic = options.deterministic
         if deterministic not in self.functions:
-            self.functions[deterministic] = StepFunctions(
-                self.model, backend=None, deterministic=deterministic
-            )
+            choices = StepChoices(deterministic=deterministic)
+            self.functions[deterministic] = StepFunctions(self.model, choices)
         return CheckedEngine(self.model, options, self.functions[deterministic], detokenizer)
 
     def logits(self, tokens: list[int]) -> np.ndarray:
@@ -94,8 +95,9 @@ class CheckedEngine(Engine):
         functions: StepFunctions,
         detokenizer: DetokenizerFactory | None,
     ):
-        super().__init__(model, config, detokenizer=detokenizer)
-        self.steps = _CheckedFunctions(self, functions)
+        checked = CheckedFunctions(functions)
+        super().__init__(model, config, detokenizer=detokenizer, steps=checked)
+        checked.engine = self
         self._taken: list[list[int]] = [[] for _ in self.pools]
 
     def squeeze(self, tokens: int) -> "CheckedEngine":
@@ -108,10 +110,11 @@ class CheckedEngine(Engine):
         deltas = super().step()
         if self.index is not None:
             pinned = self.pins.holdings() if self.pins is not None else []
-            check_integrity(self.index, self._tables, [self._taken, *pinned])
+            snapshots = self._dropper.snapshots
+            check_integrity(self.index, self._tables, [self._taken, *pinned], snapshots)
         for pool in self.pools:
             pool.check_integrity()
-        check_cache(self._cache, self.spec)
+        assert self.cache.spec == self.spec
         if not self.has_work:
             assert self.held_pages == [0] * len(self.pools)
             assert self._tables.num_open == 0
@@ -126,49 +129,46 @@ class CheckedEngine(Engine):
 
     @property
     def cache(self) -> KVCache:
-        return self._cache
+        return self._runner.cache
 
 
-class _CheckedFunctions:
-    """Compiled functions, and a look at all that is handed to them."""
+class CheckedFunctions(StepFunctions):
+    """Compiled functions, shared with others, that check all that is handed to them."""
 
-    def __init__(self, engine: CheckedEngine, functions: StepFunctions):
-        self._engine = engine
-        self._functions = functions
+    engine: CheckedEngine
+
+    def __init__(self, functions: StepFunctions):
+        vars(self).update(vars(functions))
         self.shapes: set[StepShape] = set()
         self.prompt_logprobs_calls = 0
 
     def run(self, cache, buffer, seen, layout):
         self.shapes.add(layout.shape)
-        parts = layout.split(buffer)
-        query_lens = np.diff(parts["query_starts"])
-        assert 0 < query_lens.sum() <= self._engine.config.token_budget
-        assert (query_lens > 0).sum() <= self._engine.config.max_sequences
+        arrays = layout.split(buffer)
+        query_lens = np.diff(arrays.query_starts)
+        assert 0 < query_lens.sum() <= self.engine.config.token_budget
+        assert (query_lens > 0).sum() <= self.engine.config.max_sequences
         check_tables(
-            tuple(parts["page_tables"]),
-            parts["kv_lens"],
+            tuple(arrays.page_tables),
+            arrays.kv_lens,
             query_lens,
-            self._engine.pools,
-            self._engine.spec,
-            parts.get("dropped"),
+            self.engine.pools,
+            self.engine.spec,
         )
-        result, new_cache = self._functions.run(cache, buffer, seen, layout)
+        result, new_cache = super().run(cache, buffer, seen, layout)
         assert all(x.is_deleted() for pages in cache.layers for x in pages.paged.values())
         return result, new_cache
 
-    def copy(self, cache, copies, most):
-        for group, pool in enumerate(self._engine.pools):
+    def copy(self, cache, copies, max_copies):
+        for group, pool in enumerate(self.engine.pools):
             targets = [copy.target for copy in copies if copy.group == group]
             assert len(set(targets)) == len(targets)
             assert all(pool.state(page) == (0, 1) for page in targets)
-        return self._functions.copy(cache, copies, most)
-
-    def compressor(self, method, cache):
-        return self._functions.compressor(method, cache)
+        return super().copy(cache, copies, max_copies)
 
     def prompt_logprobs(self, hidden, targets):
         self.prompt_logprobs_calls += 1
-        return self._functions.prompt_logprobs(hidden, targets)
+        return super().prompt_logprobs(hidden, targets)
 
 
 class BytesDetokenizer:

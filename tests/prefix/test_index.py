@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, check_integrity, pack
-from jaxkv.prefix import index as index_module
-from jaxkv.prefix.node import Node, common_length, unpack
+from jaxkv.prefix.node import Node, Root, common_length, unpack
 from tests.prefix.world import PUBLIC, SECRET, World
 
 
@@ -48,13 +47,13 @@ def test_no_page_is_lost_whatever_the_length_leaves_in_the_last_page(length):
     [
         pytest.param(Namespace(salt="a"), Namespace(salt="b"), id="salts"),
         pytest.param(Namespace(salt="a"), Namespace(), id="salted and public"),
-        pytest.param(Namespace(adapter=("a", 1)), Namespace(), id="adapter and bare"),
-        pytest.param(Namespace(adapter=("a", 1)), Namespace(adapter=("b", 1)), id="adapters"),
-        pytest.param(Namespace(adapter=("a", 1)), Namespace(adapter=("a", 2)), id="versions"),
-        pytest.param(Namespace(model="a"), Namespace(model="b"), id="models"),
+        pytest.param(Namespace(window="a"), Namespace(window="b"), id="windows"),
+        pytest.param(Namespace(window="a"), Namespace(), id="windowed and full"),
         pytest.param(Namespace(kv_format="int8"), Namespace(kv_format="bf16"), id="formats"),
-        pytest.param(Namespace(model="a", salt="-x"), Namespace(model="a-x", salt=""), id="joined"),
-        pytest.param(Namespace(salt="a"), Namespace(adapter=("a", 0)), id="salt is no adapter"),
+        pytest.param(
+            Namespace(window="a", salt="-x"), Namespace(window="a-x", salt=""), id="joined"
+        ),
+        pytest.param(Namespace(salt="a"), Namespace(window="a"), id="salt is no window"),
     ],
 )
 def test_namespaces_that_differ_share_nothing(one, other):
@@ -212,8 +211,10 @@ def cost_of_a_match(num_cached: int, monkeypatch) -> tuple[int, int]:
         lines += event == "line"
         return trace
 
-    touch = index._policy.touch
-    monkeypatch.setattr(index._policy, "touch", lambda path: (entered.extend(path), touch(path)))
+    touch = index.order.policy.touch
+    monkeypatch.setattr(
+        index.order.policy, "touch", lambda path: (entered.extend(path), touch(path))
+    )
     sys.settrace(trace)
     try:
         found, _ = tables.match(row, pack(numbers(32) + [1000 + num_cached // 2] * 32), PUBLIC)
@@ -241,9 +242,9 @@ def test_an_eviction_looks_at_a_few_nodes_whatever_the_number_of_leaves(policy, 
             tables.publish(row, pack(numbers(8, 10 * i)), PUBLIC)
             tables.close(row)
         calls = []
-        truncate = world.index._evict_tail
+        evict_from = world.index.evict_from
         monkeypatch.setattr(
-            world.index, "_evict_tail", lambda *a, f=truncate, c=calls: (c.append(a), f(*a))[1]
+            world.index, "evict_from", lambda *a, f=evict_from, c=calls: (c.append(a), f(*a))[1]
         )
         assert world.index.evict(0, 20) == 20
         looks[num_leaves] = len(calls)
@@ -283,8 +284,9 @@ def test_the_common_length_of_a_run_and_a_part_of_data(run, start, end, common):
 
 @pytest.mark.parametrize("at, own, rest", [(1, 0, 3), (3, 0, 3), (4, 1, 2), (8, 2, 1), (11, 2, 1)])
 def test_a_split_leaves_a_page_with_its_last_token(at, own, rest):
-    root = index_module.Root(PUBLIC, 1)
-    node = Node(root, 0, pack(numbers(12)), [[5, 6, 7]])
+    index = PrefixIndex([PagePool(9)], 4)
+    root = Root(index, PUBLIC, 1)
+    node = Node(index, root, 0, pack(numbers(12)), [[5, 6, 7]])
     root.children[node.key] = node
     upper = node.split(at, 4)
     assert (upper.pages[0], node.pages[0]) == ([5, 6, 7][:own], [5, 6, 7][own:])
@@ -302,7 +304,11 @@ def test_a_split_leaves_a_page_with_its_last_token(at, own, rest):
         pytest.param(
             lambda w, n: w.pools[0].share([1]), "held", id="a page that nobody gives back"
         ),
-        pytest.param(lambda w, n: w.pools[0].drop([n.pages[0][0]]), "kept", id="a page not booked"),
+        pytest.param(
+            lambda w, n: w.pools[0].unmark_indexed([n.pages[0][0]]),
+            "indexed",
+            id="a page not booked",
+        ),
         pytest.param(lambda w, n: n.pages[0].__setitem__(0, 0), "full group 0", id="a hole"),
         pytest.param(
             lambda w, n: w.tables.pages[0].__setitem__((0, 0), 3), "differs", id="a table changed"

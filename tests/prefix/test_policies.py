@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxkv.prefix import POLICIES, EvictionPolicy, PagePool, PrefixIndex, pack
-from jaxkv.prefix.node import Node
+from jaxkv.prefix import POLICIES, Evictable, EvictionPolicy, PagePool, PrefixIndex, pack
 from tests.prefix.test_index import numbers
 from tests.prefix.world import PUBLIC, World
 
@@ -126,21 +125,21 @@ class NewestFirst:
     """What a user could plug in."""
 
     def __init__(self) -> None:
-        self.nodes: dict[Node, None] = {}
-        self.deferred: dict[Node, None] = {}
+        self.entries: dict[Evictable, None] = {}
+        self.deferred: dict[Evictable, None] = {}
 
     def touch(self, path):
-        for node in path:
-            self.nodes.setdefault(node)
+        for entry in path:
+            self.entries.setdefault(entry)
 
-    def forget(self, node: Node):
-        self.nodes.pop(node)
+    def forget(self, entry: Evictable):
+        self.entries.pop(entry)
 
-    def victim(self) -> Node | None:
-        return next((n for n in reversed(self.nodes) if n not in self.deferred), None)
+    def victim(self) -> Evictable | None:
+        return next((e for e in reversed(self.entries) if e not in self.deferred), None)
 
-    def defer(self, node: Node):
-        self.deferred[node] = None
+    def defer(self, entry: Evictable):
+        self.deferred[entry] = None
 
     def resume(self):
         self.deferred.clear()
@@ -149,7 +148,7 @@ class NewestFirst:
 def test_a_policy_of_the_users_own_is_asked():
     policy: EvictionPolicy = NewestFirst()
     pool = PagePool(10)
-    index = PrefixIndex([pool], 4, policy=policy)
+    index = PrefixIndex([pool], 4, eviction=policy)
     for tokens in (A, B, C):
         own = pool.acquire(2)
         index.insert(pack(tokens), [own], PUBLIC)

@@ -14,7 +14,7 @@ ANY_PAGES = st.lists(st.integers(-12, 12), max_size=6)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any calls, sound or not, against `{page: [kept, holders]}`, a page at a time."""
+    """Any calls, sound or not, against `{page: [indexed, holders]}`, a page at a time."""
 
     @initialize(num_pages=st.integers(2, 10))
     def make(self, num_pages: int):
@@ -35,19 +35,21 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(pages=ANY_PAGES)
     def share(self, pages: list[int]):
-        self.change(self.pool.share, pages, lambda kept, held: kept or held, (0, 1))
+        self.change(self.pool.share, pages, lambda indexed, held: indexed or held, (0, 1))
 
     @rule(pages=ANY_PAGES)
     def release(self, pages: list[int]):
-        self.change(self.pool.release, pages, lambda kept, held: held, (0, -1))
+        self.change(self.pool.release, pages, lambda indexed, held: held, (0, -1))
 
     @rule(pages=ANY_PAGES)
-    def keep(self, pages: list[int]):
-        self.change(self.pool.keep, pages, lambda kept, held: held and not kept, (1, 0))
+    def mark_indexed(self, pages: list[int]):
+        self.change(
+            self.pool.mark_indexed, pages, lambda indexed, held: held and not indexed, (1, 0)
+        )
 
     @rule(pages=ANY_PAGES)
-    def drop(self, pages: list[int]):
-        self.change(self.pool.drop, pages, lambda kept, held: kept, (-1, 0))
+    def unmark_indexed(self, pages: list[int]):
+        self.change(self.pool.unmark_indexed, pages, lambda indexed, held: indexed, (-1, 0))
 
     def change(self, call, pages: list[int], allowed, by: tuple[int, int]):
         after = {page: list(state) for page, state in self.pages.items()}
@@ -101,12 +103,12 @@ def test_a_release_that_is_partly_wrong_changes_nothing(pages, message):
 
 
 @pytest.mark.parametrize("pages", [[1, 0], [1, 6], [1, 99]], ids=["null", "free", "unknown"])
-@pytest.mark.parametrize("call", ["share", "keep", "drop"])
+@pytest.mark.parametrize("call", ["share", "mark_indexed", "unmark_indexed"])
 def test_a_call_that_is_partly_wrong_changes_nothing(call, pages):
     pool = PagePool(8)
     pool.acquire(2)
-    if call == "drop":
-        pool.keep([1, 2])
+    if call == "unmark_indexed":
+        pool.mark_indexed([1, 2])
     before = [pool.state(page) for page in range(1, 8)]
     with pytest.raises(ValueError, match=f"page {pages[1]}"):
         getattr(pool, call)(pages)
@@ -140,15 +142,15 @@ def test_a_double_free_is_refused():
         pool.release(pages)
 
 
-def test_a_kept_page_is_cached_once_nobody_holds_it_and_free_once_it_is_dropped():
+def test_an_indexed_page_is_cached_after_its_release_and_free_once_it_is_not_indexed():
     pool = PagePool(4)
     pages = pool.acquire(2)
-    pool.keep(pages)
+    pool.mark_indexed(pages)
     pool.release(pages)
     assert (pool.num_free, pool.num_cached, pool.num_held) == (1, 2, 0)
     pool.share(pages[:1])
     assert (pool.num_free, pool.num_cached, pool.num_held) == (1, 1, 1)
-    pool.drop(pages)
+    pool.unmark_indexed(pages)
     assert (pool.num_free, pool.num_cached, pool.num_held) == (2, 0, 1)
     assert pool.unheld_tail([*pages, 3], 9) == 2
 

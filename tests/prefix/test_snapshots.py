@@ -6,7 +6,7 @@ fits beside what others hold.
 import random
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -15,12 +15,13 @@ from jaxkv.prefix import (
     POLICIES,
     Namespace,
     OutOfPages,
-    PagePool,
+    PageTables,
     Pins,
-    PrefixIndex,
-    ShortenedTables,
     SnapshotKey,
+    TokenDropper,
     check_integrity,
+    make_index,
+    make_pool,
     pack,
 )
 
@@ -39,8 +40,7 @@ class Row:
 
     @property
     def key(self) -> SnapshotKey:
-        namespace = replace(PUBLIC, method="m", dropped_at=self.context)
-        return SnapshotKey(pack(self.tokens[: self.context]), namespace)
+        return SnapshotKey(pack(self.tokens[: self.context]), PUBLIC, "m", self.context)
 
 
 class World:
@@ -50,12 +50,13 @@ class World:
     def __init__(self, seed: int, policy: str, capacity: int):
         self.rng, self.now = random.Random(seed), 0.0
         self.windows = (None, 6, None)
-        self.pools = [PagePool(1 + n) for n in (capacity, 13, capacity)]
-        self.index = PrefixIndex(
-            self.pools, P, self.windows, policy=POLICIES[policy](), clock=lambda: self.now
+        sizes = zip((capacity, 13, capacity), self.windows, strict=True)
+        self.pools = [make_pool(1 + n, window) for n, window in sizes]
+        self.index = make_index(
+            self.pools, P, self.windows, eviction=policy, clock=lambda: self.now
         )
         self.pins = Pins(self.index)
-        self.tables = ShortenedTables(
+        self.tables = PageTables(
             self.pools,
             P,
             max_sequences=4,
@@ -64,6 +65,7 @@ class World:
             index=self.index,
             pins=self.pins,
         )
+        self.dropper = TokenDropper(self.tables, self.index)
         self.device = [[[None] * P for _ in range(26)] for _ in self.pools]
         self.rows: list[Row] = []
         self.num_taken = self.num_refused = 0
@@ -79,7 +81,7 @@ class World:
         context = [7, 8, self.rng.choice((1, 2)), *range(10, 20)][: self.rng.choice((9, 13))]
         tokens = context + self.rng.choices((3, 4), k=self.rng.randint(1, 9))
         row = Row(self.tables.open(), tokens, len(context))
-        found = self.tables.take_snapshot(row.row, row.key)
+        found = self.dropper.match(row.row, row.key)
         if found is not None:
             assert found[0].kept == [self.left(g, row) for g in (0, 2)]
             row.num_computed, sources = row.context, found[1]
@@ -125,7 +127,7 @@ class World:
         fits = all(-(-len(left[g]) // P) <= self.num_left(g, row) for g in left)
         before = self.books()
         try:
-            self.tables.shorten(row.row, row.context, {g: len(x) for g, x in left.items()})
+            self.dropper.drop(row.row, row.context, {g: len(x) for g, x in left.items()})
             assert fits
         except OutOfPages:
             assert not fits and self.books() == before
@@ -137,15 +139,15 @@ class World:
                 page = self.tables.pages[g][row.row, i // P]
                 self.device[g][page] = list(self.device[g][page])
                 self.device[g][page][i % P] = value
-        if self.tables.share_snapshot(row.row, row.key):
+        if self.dropper.share(row.row, row.key):
             return
-        copies = self.tables.pages_for_windows(row.row)
+        copies = self.dropper.copies_for_windows(row.row)
         if copies is not None:
             for g, pages in copies.items():
                 for source, target in pages.items():
                     self.device[g][target] = list(self.device[g][source])
             kept = [left[0], left[2]]
-            self.tables.publish_snapshot(row.row, row.context, row.key, kept, copies)
+            self.dropper.publish(row.row, row.context, row.key, kept, copies)
 
     def num_left(self, group: int, row: Row) -> int:
         """Pages that neither other rows hold nor pins that last."""
@@ -174,7 +176,8 @@ class World:
         assert pool.num_free == free + freed and freed >= min(wanted, cached)
 
     def check(self) -> None:
-        check_integrity(self.index, self.tables, self.pins.holdings())
+        snapshots = self.dropper.snapshots
+        check_integrity(self.index, self.tables, self.pins.holdings(), snapshots)
         for row in self.rows:
             for g, window in enumerate(self.windows):
                 first = 0 if window is None else max(0, row.num_computed - window + 1)
@@ -215,7 +218,7 @@ def test_whatever_is_shared_evicted_and_ended_the_books_agree_and_slots_are_righ
             world.close(row)
         world.index.reset()
         world.check()
-        assert not len(world.index.snapshots) and not world.index.roots
+        assert not list(world.dropper.snapshots) and not world.index.roots
         assert all(pool.num_free == pool.capacity for pool in world.pools)
         num_taken += world.num_taken
         num_refused += world.num_refused
@@ -230,7 +233,7 @@ def test_a_pin_whose_time_is_over_keeps_no_row_from_being_shortened():
     world.pins.pin(pack(list(range(3 * P))), PUBLIC, ttl_seconds=1)
     world.tables.grow(other, 3 * P)
     with pytest.raises(OutOfPages):
-        world.tables.shorten(row, 3 * P, {0: P, 2: P})
+        world.dropper.drop(row, 3 * P, {0: P, 2: P})
     world.now = 2
-    world.tables.shorten(row, 3 * P, {0: P, 2: 3 * P})
+    world.dropper.drop(row, 3 * P, {0: P, 2: 3 * P})
     check_integrity(world.index, world.tables)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxkv.prefix import OutOfPages, PagePool, PageTables, check_integrity, pack
+from jaxkv.prefix import OutOfPages, PagePool, PageTables, SparsePool, check_integrity, pack
 from tests.prefix.test_index import numbers
 from tests.prefix.world import PUBLIC, World
 
@@ -22,7 +22,7 @@ def test_a_page_is_taken_with_its_first_token(num_tokens, pages):
     tables = bare(9)
     row = tables.open()
     tables.grow(row, num_tokens)
-    assert tables.num_pages[row] == pages
+    assert tables.covered[row] == pages * 8
     assert (tables.pages[0][row] > 0).sum() == pages
     assert tables.pages[0].dtype == np.int32
 
@@ -57,7 +57,7 @@ def test_a_batch_grows_at_once_or_not_at_all():
         np.testing.assert_array_equal(table, old)
     tables.close(rows[1])
     assert tables.grow_lacking([rows[0], rows[2]], [9, 17]) == []
-    assert tables.num_pages[rows].tolist() == [2, 0, 3]
+    assert [tables.covered[row] for row in rows] == [16, 0, 24]
     tables.holdings()  # lists and arrays agree
     assert [pool.num_held for pool in tables.pools] == [5, 5]
 
@@ -164,7 +164,7 @@ def test_a_sequence_that_may_not_read_the_cache_still_fills_it():
     world.run(numbers(12))
     row = world.tables.open()  # and no match
     world.tables.grow(row, 16)
-    assert world.tables.num_pages[row] == 4
+    assert world.tables.covered[row] == 16
     world.tables.publish(row, pack(numbers(16)), PUBLIC)
     world.tables.close(row)
     check_integrity(world.index, world.tables)
@@ -214,7 +214,7 @@ def test_a_sliding_row_keeps_the_pages_that_its_next_token_sees(P, window):
 
 
 def test_a_row_that_is_opened_anew_slides_from_its_beginning():
-    pool = PagePool(20)
+    pool = SparsePool(20)
     tables = PageTables([pool], 4, max_sequences=1, max_pages=10, windows=(5,))
     for num_tokens in (40, 16):
         row = tables.open()
@@ -324,4 +324,4 @@ def test_a_trimmed_parent_is_not_forked_where_its_pages_are_gone():
     world.abort(sequence)
     world.compute(fork, 1)
     world.check()
-    assert world.tables.slides
+    assert world.tables.sliding == (1,)

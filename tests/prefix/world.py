@@ -8,16 +8,15 @@ be the one that it should see, however its page came to it.
 import numpy as np
 
 from jaxkv.prefix import (
-    POLICIES,
     Event,
     Namespace,
     OutOfPages,
-    PagePool,
     PageTables,
     Pin,
     Pins,
-    PrefixIndex,
     check_integrity,
+    make_index,
+    make_pool,
     pack,
 )
 
@@ -58,17 +57,17 @@ class World:
         self.P, self.windows, self.now = P, windows, 0.0
         self.sink_pages = sink_pages or (0,) * len(windows)
         self.events: list[Event] = []
-        self.pools = [PagePool(capacity + 1) for _ in windows]
-        self.policy = POLICIES[policy]()
-        self.index = PrefixIndex(
+        self.pools = [make_pool(capacity + 1, window) for window in windows]
+        self.index = make_index(
             self.pools,
             P,
             windows,
             sink_pages,
-            policy=self.policy,
+            eviction=policy,
             events=self.events.append,
             clock=self.tick,
         )
+        self.policy = self.index.order.policy
         self.pins = Pins(self.index)
         self.tables = PageTables(
             self.pools,
@@ -191,8 +190,8 @@ class World:
         self.check()
         assert not self.index.roots
         assert all(pool.num_free == pool.capacity for pool in self.pools)
-        books = [*self.index._sliding._behind.values()]
-        books += [getattr(self.policy, name, {}) for name in ("_order", "_entry", "_count")]
+        books = [*getattr(self.index, "_passed", {}).values()]
+        books += [getattr(self.policy, name, {}) for name in ("_order", "_last", "_count")]
         assert not any(books), "a node that is gone is remembered"
 
     def check(self) -> None:

@@ -1,38 +1,83 @@
-"""What the mains that serve a model share: options of sampling, prompts of a file, the engine.
+"""Options of the commands that serve a model: sampling, KV format, compression, backend; prompts.
 
-Not a command. Apart from `console`, which every main has, because this imports jax.
+Apart from `console`, which every command imports, because this module imports jax.
 """
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from jaxkv.attention import BACKEND_NAMES
-from jaxkv.cache import FORMATS, STATIC, KVRanges, preferred_page_size
-from jaxkv.compress import METHODS, Budget, Compression
-from jaxkv.engine import Engine, EngineConfig, RequestError, SamplingParams
-from jaxkv.engine.request import DetokenizerFactory
-from jaxkv.engine.step import StepFunctions
-from jaxkv.models.errors import ModelError
-from jaxkv.models.loading import LoadedModel
+from jaxkv.cache import KVRanges
+from jaxkv.compress import METHODS, Compression
+from jaxkv.engine import SamplingParams
+from jaxkv.errors import UsageError
+from jaxkv.kv_format import FORMATS
+from jaxkv.llm import page_size_for
 from pallas_kernels.attention.api import BACKENDS
+
+Arguments = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn; the fields are those of `SamplingParams`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+
+    def params(self, index: int) -> SamplingParams:
+        """The parameters of prompt or turn number `index`, which has a seed of its own."""
+        return SamplingParams(
+            repetition_penalty=self.repetition_penalty,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed + index,
+        )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, drawn: str) -> None:
-    """Adds the options that `sampling_params` reads; `drawn` is what is drawn with seed + i."""
-    group = parser.add_argument_group("sampling (greedy unless --temperature is above 0)")
+    """Adds the arguments of `SamplingOptions`; `drawn` is "prompt" or "turn"."""
+    group = parser.add_argument_group(
+        "sampling (by default the most likely token is taken; --temperature above 0 draws)"
+    )
     add = group.add_argument
-    add("--temperature", type=float, default=0.0)
-    add("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
-    add("--top-p", type=float, default=1.0, metavar="P")
-    add("--min-p", type=float, default=0.0, metavar="P")
-    add("--repetition-penalty", type=float, default=1.0, metavar="X")
-    add("--seed", type=int, default=0, help=f"{drawn} i draws with seed + i")
+    add("--temperature", type=float, default=0.0, help="divides the logits (default: 0)")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0: all")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="keep the most likely tokens that together have probability P; 1: all",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep tokens with at least P times the probability of the most likely one",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1, tokens that have occurred become less likely",
+    )
+    add("--seed", type=int, default=0, help=f"{drawn} number i draws with seed + i")
 
 
-def add_backend_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds `--backend`, of those that run on this platform."""
+def add_backend_argument(parser: Arguments) -> None:
+    """Adds `--backend`, which accepts the backends of this platform."""
     here = jax.default_backend()
 
     def backend(name: str) -> str:
@@ -47,166 +92,157 @@ def add_backend_argument(parser: argparse.ArgumentParser | argparse._ArgumentGro
         "--backend",
         type=backend,
         metavar="NAME",
-        help=f"of attention: {', '.join(BACKEND_NAMES)} (default: the platform's best)",
+        help=f"of attention: {', '.join(BACKEND_NAMES)} (default: the fastest on this platform)",
     )
 
 
-def add_format_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds the options that say how K and V are stored."""
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    """How K and V are stored.
+
+    Attributes:
+      kv_format: a KV format, or one by layer.
+      page_size: tokens per page; None takes what suits the format.
+      kv_ranges: a file that `jaxkv calibrate` wrote; None without one.
+    """
+
+    kv_format: str
+    page_size: int | None
+    kv_ranges: Path | None
+
+    def tokens_per_page(self) -> int:
+        """The page size that was asked for, or that suits the format.
+
+        Raises:
+          UsageError: there is no such format.
+        """
+        return page_size_for(self.kv_format) if self.page_size is None else self.page_size
+
+    def ranges(self) -> KVRanges | None:
+        """The measured ranges.
+
+        Raises:
+          UsageError: the file cannot be read, or holds no ranges.
+        """
+        return read_ranges(self.kv_ranges)
+
+
+def add_format_arguments(parser: Arguments) -> None:
+    """Adds the arguments of `FormatOptions`."""
     parser.add_argument(
         "--kv-format",
         default="f32",
         metavar="F",
-        help=f"how K and V are stored: {', '.join((*FORMATS, *STATIC))}; for some layers otherwise "
-        "by kivi4,window=bf16,0=int8 (default: %(default)s)",
+        help=f"how K and V are stored: {', '.join(FORMATS)}; kivi4,window=bf16,0=int8 "
+        "means kivi4 but bf16 in layers with a window and int8 in layer 0 (default: %(default)s)",
     )
     parser.add_argument(
         "--page-size",
         type=int,
         metavar="P",
-        help="tokens a page (default: 16, with kivi formats 32)",
+        help="tokens per page (default: 16; for kivi formats 32)",
     )
     parser.add_argument(
         "--kv-ranges",
         type=Path,
         metavar="PATH",
-        help="what `calibrate` measured, for the formats with static scales",
+        help="a file that `jaxkv calibrate` wrote; formats with static scales need it",
     )
 
 
-def add_compression_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds the options that `compression` reads."""
+@dataclass(frozen=True, kw_only=True)
+class CompressionOptions:
+    """Which tokens are dropped from the cache.
+
+    Attributes:
+      method: of METHODS; None keeps all tokens.
+      budget: tokens to keep, a number or a part, as text.
+      interval: drop again after so many tokens of the answer; None drops once.
+    """
+
+    method: str | None
+    budget: str | None
+    interval: int | None
+
+    def compression(self) -> Compression | None:
+        """The compression that was asked for; None keeps all tokens.
+
+        Raises:
+          UsageError: there is no such method, or it does not take this budget or interval.
+        """
+        if self.method is None:
+            if self.budget is not None or self.interval is not None:
+                raise UsageError("--budget and --interval need a --method that drops tokens")
+            return None
+        if self.budget is None:
+            raise UsageError("--method needs a --budget: how many tokens it keeps")
+        try:
+            return Compression(method=self.method, budget=self.budget, interval=self.interval)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+def add_compression_arguments(parser: Arguments) -> None:
+    """Adds the arguments of `CompressionOptions`."""
     parser.add_argument(
         "--method",
         metavar="NAME",
-        help=f"drop tokens: {', '.join(METHODS)} (default: none are)",
+        help=f"drop tokens from the cache: {', '.join(METHODS)} (default: keep all)",
     )
     parser.add_argument(
         "--budget",
         metavar="N",
-        help="tokens that --method keeps: a number, or a part of the prompt as 0.5 or 50%% "
-        "(1 is one token, 1.0 all)",
+        help="tokens that --method keeps: a number, or a part of the prompt such as 0.5 or 50%% "
+        "(1 is one token, 1.0 is all)",
     )
     parser.add_argument(
         "--interval",
         type=int,
         metavar="N",
-        help="drop again after every N tokens of the answer (default: once, behind the prompt)",
+        help="drop again after every N tokens of the answer (default: once, after the prompt)",
     )
 
 
-def compression(args: argparse.Namespace) -> Compression | None:
-    """Which tokens are dropped, as asked for.
+def read_ranges(path: Path | None) -> KVRanges | None:
+    """Ranges that `jaxkv calibrate` wrote; None without a path.
 
     Raises:
-      RequestError: there is no such method, or it does not take what it was given.
+      UsageError: the file cannot be read, or holds no ranges.
     """
-    if args.method is None:
-        if args.budget is not None or args.interval is not None:
-            raise RequestError("--budget and --interval say how --method drops tokens: name one")
-        return None
-    if args.budget is None:
-        raise RequestError("--method needs a --budget: how many tokens it keeps")
-    try:
-        budget = Budget.parse(args.budget)
-        return Compression(method=args.method, budget=budget, interval=args.interval)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-
-
-def page_size(args: argparse.Namespace) -> int:
-    """Tokens a page: as asked for, or what suits the formats.
-
-    Raises:
-      RequestError: there is no such format.
-    """
-    try:
-        if args.page_size is None:
-            return preferred_page_size(args.kv_format)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-    return args.page_size
-
-
-def kv_ranges(args: argparse.Namespace) -> KVRanges | None:
-    """The measured ranges of the command line.
-
-    Raises:
-      ModelError: the file cannot be read, or is none of ranges.
-    """
-    if args.kv_ranges is None:
+    if path is None:
         return None
     try:
-        return KVRanges.load(args.kv_ranges)
+        return KVRanges.load(path)
     except (OSError, ValueError) as error:
-        raise ModelError(str(error)) from None
-
-
-def sampling_params(args: argparse.Namespace, index: int) -> SamplingParams:
-    """How the `index`-th of a command's prompts or turns draws its tokens."""
-    return SamplingParams(
-        repetition_penalty=args.repetition_penalty,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed + index,
-    )
+        raise UsageError(str(error)) from None
 
 
 def read_text(path: Path) -> str:
-    """A file's text.
+    """The text of a file.
 
     Raises:
-      ModelError: it is empty, or not UTF-8.
+      UsageError: it is empty, or not UTF-8.
     """
     text = _decoded(path.read_bytes(), str(path))
     if not text:
-        raise ModelError(f"{path}: is empty")
+        raise UsageError(f"{path}: is empty")
     return text
 
 
 def prompt_lines(data: bytes, name: str) -> list[str]:
-    """The prompts of a file or stream, a line each; blank lines are left out.
+    """The prompts of a file or stream, one per line; blank lines are left out.
 
     Raises:
-      ModelError: there is none, or the text is not UTF-8.
+      UsageError: there is none, or the text is not UTF-8.
     """
     prompts = [line for line in _decoded(data, name).splitlines() if line.strip()]
     if not prompts:
-        raise ModelError(f"{name}: has no prompt")
+        raise UsageError(f"{name}: has no prompt")
     return prompts
-
-
-def check_config(config: EngineConfig) -> None:
-    """Raises RequestError where a value cannot be used, before any model is loaded."""
-    try:
-        config.check()
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-
-
-def make_engine(
-    loaded: LoadedModel,
-    config: EngineConfig,
-    detokenizer: DetokenizerFactory | None = None,
-    steps: StepFunctions | None = None,
-) -> Engine:
-    """An engine for a model, with the compiled steps of another one where there is one.
-
-    Raises:
-      RequestError: its cache does not fit into memory, or its formats do not fit the model.
-    """
-    try:
-        return Engine(loaded.model, config, detokenizer=detokenizer, steps=steps)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-    except jax.errors.JaxRuntimeError as error:
-        raise RequestError(f"a cache of {config.pool_tokens} tokens: {error}") from None
 
 
 def _decoded(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ModelError(f"{name}: not UTF-8 text, at byte {error.start}") from None
+        raise UsageError(f"{name}: not UTF-8 text, at byte {error.start}") from None

@@ -1,18 +1,18 @@
 """Figures, drawn by matplotlib (the extra `plot`): how all are begun and saved, and those of the
-ledger and the simulators.
+ledger, the simulators and `chat --demo`.
 
-Not a command; not here: the figures' numbers, nor the lines of experiments (`line_plots`). A figure
-is made without a display, and its SVG is the same for the same numbers.
+A figure is made without a display, and its SVG is the same for the same numbers. The curves of
+experiments are in `line_plots`.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from jaxkv.errors import UsageError
 from jaxkv.ledger import (
     UNITS,
     CacheLedger,
-    LedgerError,
     Model,
     decode_macs,
     generation_macs,
@@ -34,15 +34,15 @@ PARTS = (("used", "#009E73"), ("reserved", "#56B4E9"), ("internal", "#E69F00"),
 
 
 def require() -> None:
-    """Raises LedgerError, with the way to install it, where matplotlib is missing."""
+    """Raises UsageError, with the way to install it, if matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise LedgerError("figures need matplotlib: pip install 'jaxkv[plot]'") from None
+        raise UsageError("figures need matplotlib: pip install 'jaxkv[plot]'") from None
 
 
 def new_figure(height: float = HEIGHT) -> "tuple[Figure, Axes]":
-    """A figure of one plot, so many inches high; raises LedgerError as `require` does."""
+    """A figure of one plot, so many inches high; raises UsageError as `require` does."""
     require()
     from matplotlib.figure import Figure
 
@@ -159,6 +159,26 @@ def hits(results: Sequence[Reuse]) -> "Figure":
     axes.bar_label(bars, [f"{one.hit_rate:.1%}" for one in results], fontsize=8, padding=3)
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.1), xlabel="share of prompt tokens found")
+    return figure
+
+
+def turns(counts: Sequence[tuple[int, int]]) -> "Figure":
+    """Prompt tokens of each turn of a conversation: cached, and computed."""
+    figure, axes = new_figure(0.9 + 0.42 * len(counts))
+    names = [f"turn {number}" for number in range(1, len(counts) + 1)]
+    cached, computed = ([count[i] for count in counts] for i in (0, 1))
+    kinds = (
+        ("found in the cache", cached, [0] * len(counts), "#009E73"),
+        ("computed", computed, cached, "#D55E00"),
+    )
+    for label, widths, left, colour in kinds:
+        bars = axes.barh(names, widths, left=left, color=colour, label=label)
+        axes.bar_label(
+            bars, [f"{n}" if n else "" for n in widths], label_type="center", color="white"
+        )
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens of the prompt, which is the whole conversation so far")
+    axes.legend(fontsize=8, loc="upper right")
     return figure
 
 

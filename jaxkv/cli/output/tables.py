@@ -1,7 +1,4 @@
-"""Rows of figures as people and programs read them: a table, CSV, JSON; and a file with a figure.
-
-Not a command; not here: what the rows are of, nor how figures are drawn (`plots`).
-"""
+"""Rows of numbers as a table, as CSV or as JSON. Pictures are drawn by `plots`."""
 
 import argparse
 import csv
@@ -9,10 +6,11 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv.ledger.keys import printable
+from jaxkv.printable import printable
 
 Row = Mapping[str, Any]
 
@@ -45,8 +43,16 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """How rows are printed: as JSON, as CSV, or else as a table."""
+
+    json: bool
+    csv: bool
+
+
 def add_output_arguments(parser: argparse.ArgumentParser, *, plot: str | None) -> None:
-    """Adds `--json`, `--csv`, and `--plot` for a figure of what `plot` says."""
+    """Adds the arguments of `OutputOptions`, and `--plot` for a figure of what `plot` says."""
     group = parser.add_argument_group("output (default: a table)")
     one = group.add_mutually_exclusive_group()
     one.add_argument("--json", action="store_true", help="a JSON list of rows, raw numbers")
@@ -60,7 +66,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, *, plot: str | None) -
 def check_file(
     parser: argparse.ArgumentParser, path: Path | None, option: str, suffixes: Sequence[str]
 ) -> None:
-    """Ends the run where a file that will be written cannot be, before minutes of work."""
+    """Ends the run if a file that is to be written cannot be, before minutes of work."""
     if path is None:
         return
     if path.suffix.lower() not in suffixes:
@@ -74,21 +80,23 @@ def check_file(
 def write(
     rows: Sequence[Row],
     columns: Sequence[Column],
-    args: argparse.Namespace,
+    output: OutputOptions,
     notes: Iterable[str] = (),
 ) -> None:
-    """Prints rows as the arguments say; notes under a table, and on stderr beside CSV and JSON."""
+    """Prints rows; notes go under a table, or to stderr if the rows are CSV or JSON."""
     notes = list(dict.fromkeys(notes))
-    if args.json:
+    if output.json:
         print(json.dumps(rows, indent=1))
-    elif args.csv:
+    elif output.csv:
         writer = csv.DictWriter(sys.stdout, rows[0].keys() if rows else [], lineterminator="\n")
         writer.writeheader()
         writer.writerows({k: _cell(v) for k, v in row.items()} for row in rows)
     else:
         print_table(rows, columns)
     for note in notes:
-        print(f"note: {printable(note)}", file=sys.stderr if args.json or args.csv else sys.stdout)
+        print(
+            f"note: {printable(note)}", file=sys.stderr if output.json or output.csv else sys.stdout
+        )
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
