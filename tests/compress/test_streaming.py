@@ -3,6 +3,7 @@ themselves under chunks, pages, preemption and cached prefixes."""
 
 from dataclasses import replace
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_an_engine_sees_only_the_window_and_the_first_tokens(mixed: Tiny, method
     sinks = SINKS[method]
     tokens = [*PROMPT, *completion.tokens]
     want = decode_windowed(mixed.decoder, tokens, 24 - sinks, sinks)[99:-1]
-    np.testing.assert_allclose(np.stack(completion.logits), want, atol=2e-5)
+    chex.assert_trees_all_close(np.stack(completion.logits), want, rtol=1e-7, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_chunks_pages_preemption_and_hits_change_no_bit(mixed: Tiny, kv_format):
     larger = engine_of(mixed, "streaming_llm", page_size=32, **fixed)
     for engine in (others, larger):
         for disturb in (None, preempt_at(3), None):
-            np.testing.assert_array_equal(bits(engine, disturb), want)
+            chex.assert_trees_all_equal(bits(engine, disturb), want)
         assert engine.metrics.cached_tokens > 0
 
 

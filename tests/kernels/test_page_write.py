@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxkv.testing.layouts import by_tokens, stored
 from pallas_kernels import Layout, Pages, copy_pages, write_pages
 from pallas_kernels.pages import LAYOUTS
-from tests.kernels.layouts import by_tokens, stored
 
 N, P, K, D, T = 7, 8, 2, 16, 6
 BACKENDS = ("reference", "xla")

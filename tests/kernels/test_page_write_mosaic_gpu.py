@@ -3,6 +3,7 @@ by the compiler (`test_targets_gpu`)."""
 
 from collections.abc import Iterator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def test_rows_of_any_size_are_written(heads, D):
     pages = Pages(kv=jnp.zeros((3, 2 * heads, 16, D), jnp.bfloat16), layout="head_major")
     arrays = jnp.asarray(k), jnp.asarray(v), int32(16, 47, 33, 31)
     got, want = (write_pages(pages, *arrays, backend=name).kv for name in ("mosaic_gpu", "xla"))
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    chex.assert_trees_all_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 @pytest.mark.parametrize(
