@@ -231,14 +231,14 @@ def _run(
     engine = Engine(loaded.model, options.config(lengths))
     completions: dict[str, Completion] = {}
     for name, prompt in prompts.items():
-        request = Request(
-            prompt=prompt,
-            max_new_tokens=options.new_tokens,
-            logprobs=2,
-            prompt_logprobs=True,
-            keep_logits=True,
-        )
         try:
+            request = Request(
+                prompt=prompt,
+                max_new_tokens=options.new_tokens,
+                logprobs=2,
+                prompt_logprobs=True,
+                keep_logits=True,
+            )
             completions[name] = engine.submit(request)
         except RequestError as error:
             problems[name] = str(error)
