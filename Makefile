@@ -34,7 +34,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all check format clean
+.PHONY: help setup demo test test-all check docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -58,12 +58,18 @@ check: $(READY) ## lint, formatting, types, and which package may import which
 	$(RUN) -m pyright --pythonpath $(RUN)
 	$(RUN) -m pytest -q tests/test_layering.py
 
+docs: $(READY) ## build the documentation and the API reference into site/; a broken link is an error
+	@$(RUN) -c 'import mkdocs' 2>/dev/null || \
+	    $(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(RUN) -m mkdocs build --strict
+	@echo "open site/index.html"
+
 format: $(READY) ## put the sources into the form that `check` wants
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
 clean: ## remove .venv and the tools' caches (models stay in the user's cache folder)
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis site
 
 $(RUN):
 	$(eval python := $(found))

@@ -11,7 +11,6 @@ import jax
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
-from jaxkv.cache import preferred_page_size
 from jaxkv.conversation import Conversation
 from jaxkv.engine import (
     Completion,
@@ -25,6 +24,7 @@ from jaxkv.engine import (
 from jaxkv.engine.step import StepFunctions
 from jaxkv.engine.stopping import DetokenizerFactory
 from jaxkv.errors import JaxkvError, UsageError
+from jaxkv.kv_format import preferred_page_size
 from jaxkv.memory import free_memory
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.loading import LoadedModel, load_model, loading_bar

@@ -1,7 +1,7 @@
-"""What a decoder computes, as one frozen type that every checkpoint form is read into.
+"""What a decoder computes, as one frozen type that every form of checkpoint is read into.
 
-Not here: how the keys of a `config.json` or a GGUF file are read (`jaxkv.models.checkpoints`), nor
-the decoder itself (`jaxkv.models.decoder`).
+`jaxkv.models.checkpoints` reads the keys of a `config.json` or a GGUF file; `jaxkv.models.decoder`
+is the decoder.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's frequency bands: low ones divided by `factor`, high ones kept, a ramp between."""
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between them."""
 
     factor: float
     low_freq_factor: float
@@ -64,7 +64,7 @@ class LayerConfig:
     """What differs between the layers of one decoder.
 
     Attributes:
-      window: keys a query sees, itself included; None sees all.
+      window: number of keys that a query sees, its own included; None for all.
       rope: the layer's rotary embedding.
     """
 
@@ -83,7 +83,7 @@ class AttentionConfig:
       scale: factor on q.k before the softmax.
       qkv_bias: the q, k and v projections carry a bias.
       qk_norm: RMS norm over D on q and k, before RoPE.
-      soft_cap: logits become soft_cap * tanh(logits / soft_cap); None leaves them.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None leaves them.
     """
 
     num_heads: int
@@ -105,12 +105,12 @@ class ModelConfig:
       vocab_size: V.
       width: E, the residual stream.
       mlp_width: F.
-      layers: one entry a layer.
+      layers: one entry per layer.
       attention: shared by all layers.
       max_positions: longest sequence the model was made for, in tokens.
       rms_eps: epsilon of every RMS norm.
       activation: of the gated MLP.
-      post_norms: a norm after attention and after the MLP too, before the residual sum (Gemma).
+      post_norms: attention and MLP have a norm after them, too, before the residual sum (Gemma).
       embedding_scale: factor on token embeddings (Gemma: sqrt(E)).
       logit_soft_cap: soft cap on the output logits; None leaves them.
       tied_embeddings: the output head is the embedding table.

@@ -1,35 +1,89 @@
 """The decoder: one Flax NNX module for the Llama, Mistral, Qwen and Gemma families.
 
-It takes a step's tokens and the cache, and returns hidden states and the new cache; the output
-head is a call of its own, since a step needs logits of few rows. Differences between families are
-fields of ModelConfig. Not here: reading weights (`jaxkv.models.loading`), sampling, batching.
+It takes tokens, their positions and an attention function, and returns hidden states. The attention
+function decides where K and V are kept: in the paged cache (`decode_model`) or not at all
+(`dense`). The output head is a call of its own, since a step needs the logits of few rows. The
+differences between families are fields of ModelConfig.
 """
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxkv.attention import AttentionBackend, StepInputs, update_and_attend
-from jaxkv.cache import KVCache
+from jaxkv.attention import QueryAt
 from jaxkv.models import rope
-from jaxkv.models.config import ModelConfig
-from jaxkv.models.layers import AttentionProjections, Mlp, RmsNorm, project
+from jaxkv.models.config import LayerConfig, ModelConfig
+from jaxkv.models.layers import AttentionProjections, Mlp, RmsNorm, platform_product
+
+
+class Heads(NamedTuple):
+    """What a layer hands to the attention function.
+
+    Attributes:
+      q: `[T, H, D]`, rotated.
+      k: `[T, K, D]`, rotated.
+      v: `[T, K, D]`.
+      query_at: returns q rotated to other positions `[T]`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    query_at: QueryAt
+
+
+# Takes a state, the index of a layer and its heads; returns `[T, H, D]` and the new state.
+type Attend[S] = Callable[[S, int, Heads], tuple[jax.Array, S]]
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm (and before one, with post_norms)."""
+    """Attention and MLP. Each has a norm before it and, with post_norms, one after it."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
         def norm() -> RmsNorm:
             return RmsNorm(config.width, config.rms_eps)
 
+        self.rope = layer.rope
         self.attention_norm = norm()
         self.attention = AttentionProjections(config, dtype=dtype, rngs=rngs)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_norm = norm()
         self.mlp = Mlp(config, dtype=dtype, rngs=rngs)
         self.mlp_post_norm = norm() if config.post_norms else None
+
+    def __call__[S](
+        self,
+        x: jax.Array,
+        rotation: rope.Rotation,
+        attend: Callable[[Heads], tuple[jax.Array, S]],
+    ) -> tuple[jax.Array, S]:
+        """Runs the layer.
+
+        Args:
+          x: `[T, E]`.
+          rotation: of the rows' positions.
+          attend: the attention function.
+
+        Returns:
+          `[T, E]`, and what `attend` returns as its state.
+        """
+        q, k, v = self.attention.heads(self.attention_norm(x))
+
+        def query_at(position: jax.Array) -> jax.Array:
+            return rope.rotate(q, rope.rotation(self.rope, q.shape[-1], position))
+
+        heads = Heads(rope.rotate(q, rotation), rope.rotate(k, rotation), v, query_at)
+        attended, state = attend(heads)
+        x = x + maybe(self.attention_post_norm, self.attention.merge(attended))
+        x = x + maybe(self.mlp_post_norm, self.mlp(self.mlp_norm(x)))
+        return x, state
 
 
 class Decoder(nnx.Module):
@@ -40,7 +94,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embedding = nnx.Param(E**-0.5 * jax.random.normal(rngs.params(), (V, E), dtype))
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in config.layers]
+            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in config.layers]
         )
         self.final_norm = RmsNorm(E, config.rms_eps)
         self.head = (
@@ -48,48 +102,37 @@ class Decoder(nnx.Module):
             if config.tied_embeddings
             else nnx.Param(E**-0.5 * jax.random.normal(rngs.params(), (V, E), dtype))
         )
+        self.product = platform_product()
 
-    def __call__(
-        self, cache: KVCache, step: StepInputs, backend: AttentionBackend
-    ) -> tuple[jax.Array, KVCache]:
-        """Runs a step through all layers.
+    def __call__[S](
+        self, tokens: jax.Array, position: jax.Array, attend: Attend[S], state: S
+    ) -> tuple[jax.Array, S]:
+        """Runs tokens through all layers.
+
+        Args:
+          tokens: `[T]` int32.
+          position: `[T]` int32.
+          attend: the attention function, called once per layer.
+          state: what `attend` gets in the first layer; each further layer gets what it returned.
 
         Returns:
-          Normed hidden states `[T, E]` in the parameters' dtype, and the cache with the step's K
-          and V written.
+          Normed hidden states `[T, E]` in the parameters' dtype, and the last state.
         """
         config = self.config
-        _, position = step.places()
         rotations = {
             layer.rope: rope.rotation(layer.rope, config.attention.head_dim, position)
             for layer in config.layers
         }
-        x = self.embedding[...].at[step.tokens].get(mode="clip")
+        x = self.embedding[...].at[tokens].get(mode="clip")
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        for index, (layer, layer_config) in enumerate(zip(self.layers, config.layers, strict=True)):
-            q, k, v = layer.attention.heads(layer.attention_norm(x))
-            rotated, sink_q = rotations[layer_config.rope], None
-            if (at := cache.sink_position(index, position)) is not None:
-                turned = rope.rotation(layer_config.rope, config.attention.head_dim, at)
-                sink_q = rope.rotate(q, turned)
-            attended, cache = update_and_attend(
-                cache,
-                index,
-                (rope.rotate(q, rotated), rope.rotate(k, rotated), v),
-                step,
-                scale=config.attention.scale,
-                soft_cap=config.attention.soft_cap,
-                sink_q=sink_q,
-                backend=backend,
-            )
-            x = x + maybe(layer.attention_post_norm, layer.attention.merge(attended))
-            x = x + maybe(layer.mlp_post_norm, layer.mlp(layer.mlp_norm(x)))
-        return self.final_norm(x), cache
+        for index, layer in enumerate(self.layers):
+            x, state = layer(x, rotations[layer.rope], partial(attend, state, index))
+        return self.final_norm(x), state
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns the logits `[R, V]` float32 of hidden states `[R, E]`."""
         table = self.embedding if self.head is None else self.head
-        logits = project(hidden, table[...]).astype(jnp.float32)
+        logits = self.product(hidden, table[...]).astype(jnp.float32)
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

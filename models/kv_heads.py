@@ -1,17 +1,15 @@
-"""Fewer KV heads: a decoder's K and V projections pooled into those of a smaller cache.
+"""Fewer KV heads: pools a decoder's K and V projections, so that its cache is smaller.
 
-The query heads of a group share one KV head afterwards; there are as many of them as before. RoPE
-turns all heads at a position alike, so it commutes with their mean. Source: Ainslie et al., arXiv
-2305.13245, section 2.1.
+The query heads of a group share one KV head afterwards; their number stays. RoPE rotates all heads
+at a position by the same angles, so it commutes with their mean. Source: Ainslie et al., arXiv
+2305.13245, section 2.1. `training` trains a decoder whose heads were pooled.
 
     mean      the mean of the group's heads
     first     the group's first head
     random    new weights of the same size, drawn by seed
-    aligned   the mean, after each head was turned towards it. K and its queries may be turned by an
-              angle in each of RoPE's planes, V and its part of the output by any orthogonal matrix,
-              and nothing that the model computes changes (as arXiv 2412.20677 does for V)
-
-Not here: training what was pooled (`training`).
+    aligned   the mean, after each head was rotated towards it. K and its queries may be rotated by
+              an angle in each of RoPE's planes, V and its part of the output by any orthogonal
+              matrix; what the model computes does not change (arXiv 2412.20677 does so for V)
 """
 
 from dataclasses import dataclass, replace

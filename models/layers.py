@@ -1,9 +1,10 @@
-"""The parts of a decoder layer, as Flax NNX modules: plain trees of parameters and a call.
+"""The parts of a decoder layer, as Flax NNX modules: trees of parameters with a call.
 
-Weights are `[out, in]`, as checkpoints have them; projections that read the same input are one
-matrix, so that a decode step streams each weight once with as few products as can be. Norm
-weights stay float32. Not here: the cache, which passes by from outside.
+Weights are `[out, in]`, as checkpoints have them. Projections that read the same input are one
+matrix, so that a decode step reads each weight once, in few products. Norm weights stay float32.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,31 @@ from jax.typing import DTypeLike
 
 from jaxkv.models.config import Activation, ModelConfig
 
+# Takes `x [T, in]` and `weight [out, in]`; returns x times the transpose of the weight.
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
 # XLA's CPU products of a few rows are much faster with the weight on the left: from 2 rows, where
 # it stops being a matrix-vector product, to where packing the weight no longer shows.
 CPU_WEIGHT_FIRST_ROWS = range(2, 33)
 
 
-def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns `x [T, in]` times the transpose of `weight [out, in]`."""
-    if x.shape[0] in CPU_WEIGHT_FIRST_ROWS and jax.default_backend() == "cpu":
-        # The barriers keep XLA from turning the product around again.
-        columns = jax.lax.optimization_barrier(x.T)
-        return jax.lax.optimization_barrier(weight @ columns).T
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """See `Product`."""
     return jnp.einsum("ti,oi->to", x, weight)
+
+
+def cpu_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """See `Product`; the same product in the order that is fast on a CPU."""
+    if x.shape[0] not in CPU_WEIGHT_FIRST_ROWS:
+        return product(x, weight)
+    # The barriers keep XLA from turning the product around again.
+    columns = jax.lax.optimization_barrier(x.T)
+    return jax.lax.optimization_barrier(weight @ columns).T
+
+
+def platform_product() -> Product:
+    """The fastest product on this platform; modules choose it when they are made."""
+    return cpu_product if jax.default_backend() == "cpu" else product
 
 
 class Linear(nnx.Module):
@@ -34,9 +48,10 @@ class Linear(nnx.Module):
         scale = in_features**-0.5
         self.weight = nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
+        self.product = platform_product()
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = project(x, self.weight[...])
+        y = self.product(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...][None]
 
 
@@ -71,7 +86,7 @@ class Mlp(nnx.Module):
 
 
 class AttentionProjections(nnx.Module):
-    """What surrounds attention: q, k and v (one matrix `[(H + 2K) D, E]`), norms, the output."""
+    """The projections of attention: q, k and v (one matrix `[(H + 2K) D, E]`), norms, output."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         attention = config.attention

@@ -1,11 +1,11 @@
-"""lm-evaluation-harness over the engine: its model `jaxkv`, in any KV format, under any method.
+"""The model `jaxkv` of lm-evaluation-harness: an engine in any KV format, with any compression.
 
-    import models.harness  # registers the model
+    import jaxkv.models.lm_eval_model  # registers the model
     lm_eval.simple_evaluate("jaxkv", "model=smollm2-135m,kv_format=int8,method=snapkv,budget=0.5",
                             tasks=["my_task"], task_manager=TaskManager(include_path="tasks"))
 
-Needs the extra `eval`; no other module imports this one. What is computed is in
-`jaxkv.eval.HarnessModel`, and can be had without the harness.
+It needs the extra `eval`, so no other module of the package imports it when it is loaded.
+`jaxkv.eval.HarnessModel` does the computation and can be used without the harness.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,11 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm
 
-from jaxkv.cache import KVRanges, preferred_page_size
+from jaxkv.cache import KVRanges
 from jaxkv.compress import Compression
 from jaxkv.engine import Engine, EngineConfig, RequestError
 from jaxkv.eval import HarnessModel
+from jaxkv.kv_format import preferred_page_size
 from jaxkv.models.loading import load_model
 from jaxkv.models.tokenizer import StreamDecoder
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class JaxkvLM(LM):
-    """A model of the harness."""
+    """A model as the harness calls it."""
 
     def __init__(
         self,
@@ -41,30 +42,30 @@ class JaxkvLM(LM):
         batch_size: int | str = 8,
         **ignored: Any,
     ):
-        """Loads a model; the harness gives these as `model_args`.
+        """Loads a model. The harness passes these arguments from `model_args`.
 
         Args:
-          model: as everywhere (`jaxkv.models.loading.load_model`).
+          model: see `jaxkv.models.loading.load_model`.
           kv_format: how K and V are stored.
-          method: drops tokens; None keeps all.
-          budget: what the method keeps.
+          method: name of the method that drops tokens; None keeps all.
+          budget: how many tokens the method keeps.
           interval: see `jaxkv.compress.Compression`.
-          max_length: tokens of the longest prompt with its answer; None takes the model's.
-          page_size: tokens a page; None takes what suits the format.
+          max_length: tokens of the longest prompt with its answer; None for the model's limit.
+          page_size: tokens per page; None for what suits the format.
           kv_ranges: see `EngineConfig`.
-          batch_size: most sequences in a step.
-          ignored: what the harness adds of its own, such as a device.
+          batch_size: maximum number of sequences in a step.
+          ignored: arguments that the harness adds, such as a device.
 
         Raises:
-          RequestError: a method without a budget, or the other way round.
-          ValueError: these do not go together.
+          RequestError: a method without a budget, or a budget without a method.
+          ValueError: the arguments do not go together.
         """
         super().__init__()
         if (method is None) != (budget is None):
-            raise RequestError("method and budget go together: what is dropped, and what is kept")
+            raise RequestError("method and budget must be given together")
         compression = None
-        if method is not None:
-            compression = Compression(method=method, budget=str(budget), interval=interval)
+        if method is not None and budget is not None:
+            compression = Compression(method=method, budget=budget, interval=interval)
         loaded = load_model(model)
         tokenizer = loaded.require_tokenizer()
         config = EngineConfig(
@@ -106,4 +107,4 @@ class JaxkvLM(LM):
             return serve([request.args for request in requests], bar.update)
 
 
-register_model("jaxkv")(JaxkvLM)  # no decorator: it hides the type
+register_model("jaxkv")(JaxkvLM)  # not as a decorator, which would hide the class's type

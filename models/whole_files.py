@@ -1,4 +1,4 @@
-"""Files that are whole: written so, and seen to be so before a library reads them."""
+"""Writes files atomically, and checks that files are complete before a library reads them."""
 
 import os
 import zlib
@@ -13,14 +13,14 @@ _BLOCK_BYTES = 1 << 20
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
+    """Writes a file atomically: a reader sees the old text or the new one."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, "utf-8")
     os.replace(new, path)
 
 
 def sums_of(folder: Path) -> Sums:
-    """Size and CRC-32 of every file below a folder, by its path in there."""
+    """Size and CRC-32 of every file below a folder, by its path in the folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {
         file.relative_to(folder).as_posix(): [file.stat().st_size, _crc32(file)] for file in files
@@ -28,17 +28,17 @@ def sums_of(folder: Path) -> Sums:
 
 
 def are_sums(found: object) -> TypeGuard[Sums]:
-    """Whether what a file said may be what `sums_of` returned."""
+    """Whether a value read from a file has the form that `sums_of` returns."""
     return isinstance(found, dict) and all(
         isinstance(x, list) and len(x) == 2 for x in found.values()
     )
 
 
 def check_sums(folder: Path, sums: Mapping[str, list[int]], advice: str) -> None:
-    """Sees that every file is there as it was written.
+    """Checks that every file has the size and the CRC-32 it was written with.
 
     Raises:
-      ModelError: one is not; it ends with the advice.
+      ModelError: a file is missing or differs; the message ends with `advice`.
     """
     for name, (size, crc) in sums.items():
         file = folder / name

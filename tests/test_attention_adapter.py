@@ -7,22 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import attention
-from jaxkv.attention import (
-    AttentionBackend,
-    StepInputs,
-    preferred_layout,
-    stored_layers,
-    update_and_attend,
-)
+from jaxkv.attention import AttentionBackend, StepInputs, update_and_attend
 from jaxkv.cache import (
     CacheSpec,
     LayerSpec,
     choose_formats,
     gather_dense,
-    group_pages,
     init_cache,
-    layer_pages,
+    platform,
 )
 
 P, H, K, D = 8, 4, 2, 8
@@ -44,8 +36,7 @@ HARD = {"NaN": np.nan, "inf": np.inf, "outlier": 1e4, "huge": 3e38}
 def test_no_value_of_k_or_v_makes_an_output_of_codes_other_than_finite(name, value):
     layers = (LayerSpec(kv_heads=K, head_dim=D),)
     formats = choose_formats(name, layers)
-    groups = len(group_pages(layer_pages(layers, formats)))
-    spec = CacheSpec(layers=layers, page_size=P, num_pages=(9,) * groups, formats=formats)
+    spec = CacheSpec.plan(layers, formats, page_size=P, num_tokens=8 * P)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((20, heads, D)).astype(np.float32) for heads in (H, K, K))
     k[13, 0, 3] = v[11, 1, 2] = HARD[value]
@@ -53,7 +44,7 @@ def test_no_value_of_k_or_v_makes_an_output_of_codes_other_than_finite(name, val
         jnp.zeros(20, jnp.int32),
         jnp.array([20], jnp.int32),
         jnp.array([0, 20], jnp.int32),
-        *[jnp.array([[5, 2, 7]], jnp.int32)] * groups,
+        *[jnp.array([[5, 2, 7]], jnp.int32)] * len(spec.groups),
     )
     out, _ = update_and_attend(
         init_cache(spec),
@@ -61,7 +52,6 @@ def test_no_value_of_k_or_v_makes_an_output_of_codes_other_than_finite(name, val
         tuple(map(jnp.asarray, (q, k, v))),
         step,
         scale=0.3,
-        backend=AttentionBackend(),
     )
     assert np.isfinite(out).all()
 
@@ -101,17 +91,22 @@ def wide_pages(spec: CacheSpec) -> CacheSpec:
 
 
 def test_an_accelerator_stores_layers_whose_rows_its_kernel_takes(monkeypatch):
-    layers = tuple(LayerSpec(kv_heads=1, head_dim=dim) for dim in (64, 80, 96, 128, 192, 256))
-    assert stored_layers(layers) == layers
+    dims, wide = [64, 80, 96, 128, 192, 256], [64, 128, 128, 128, 192, 256]
+    layers = tuple(LayerSpec(kv_heads=1, head_dim=dim) for dim in dims)
+
+    def planned():
+        formats = choose_formats("f32", layers)
+        spec = CacheSpec.plan(layers, formats, page_size=P, num_tokens=P)
+        return spec.layout, [layer.head_dim for layer in spec.layers]
+
+    assert planned() == ("head_major", dims)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    dims = [layer.head_dim for layer in stored_layers(layers)]
-    assert (preferred_layout(), dims) == ("paired", [64, 128, 128, 128, 192, 256])
+    assert planned() == ("paired", wide)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(attention, "not_hopper", lambda: "an A100")
-    assert stored_layers(layers) == layers
-    monkeypatch.setattr(attention, "not_hopper", lambda: None)
-    dims = [layer.head_dim for layer in stored_layers(layers)]
-    assert (preferred_layout(), dims) == ("head_major", [64, 128, 128, 128, 192, 256])
+    monkeypatch.setattr(platform, "not_hopper", lambda: "an A100")
+    assert planned() == ("head_major", dims)
+    monkeypatch.setattr(platform, "not_hopper", lambda: None)
+    assert planned() == ("head_major", wide)
 
 
 def softmax_attention(q, k, v, position: int, window: int | None) -> np.ndarray:
@@ -163,7 +158,7 @@ def test_chunks_written_and_attended_equal_attention_over_the_whole(layer, backe
         ]
         np.testing.assert_allclose(out[: len(want)], np.array(want), atol=1e-5)
         assert not np.array(out[len(want) :]).any()
-    keys, values = gather_dense(cache, layer, step.page_tables[cache.groups[layer]])
+    keys, values = gather_dense(cache, layer, step.page_tables[cache.groups_of(layer)[0]])
     for b, n in enumerate(lens):
         for got, want in ((keys, k), (values, v)):
             np.testing.assert_array_equal(got[b, :n, :, :D], want[b])

@@ -27,14 +27,22 @@ NAMELESS = {"utils", "util", "common", "helpers", "misc"}
 ANY = ("*",)
 ARRAYS = ("jax", "jaxlib", "ml_dtypes", "numpy")
 CHECKPOINTS = ("flax", "gguf", "jinja2", "optax", "orbax", "safetensors", "tokenizers", "tqdm")
+# Plain Python that every package of jaxkv may import. They import only each other.
+LEAVES = (
+    "jaxkv.config_keys",
+    "jaxkv.errors",
+    "jaxkv.kept_pages",
+    "jaxkv.kv_format",
+    "jaxkv.printable",
+)
 # What a model may import: the cache and the engine, not the commands and the analysis.
 LIBRARY = (
     "jaxkv.attention",
     "jaxkv.cache",
     "jaxkv.compress",
     "jaxkv.engine",
-    "jaxkv.errors",
     "jaxkv.eval",
+    "jaxkv.model",
     "jaxkv.models",
     "jaxkv.prefix",
     "pallas_kernels",
@@ -54,15 +62,17 @@ class Rule:
 RULES = {
     "pallas_kernels": Rule(ours=(), outside=ARRAYS),
     "jaxkv": Rule(ours=("jaxkv",), outside=()),
-    "jaxkv.errors": Rule(ours=(), outside=()),
+    **dict.fromkeys(LEAVES, Rule(ours=LEAVES, outside=())),
     "jaxkv.cache": Rule(ours=("pallas_kernels",), outside=ARRAYS),
     "jaxkv.attention": Rule(ours=("jaxkv.cache", "pallas_kernels"), outside=ARRAYS),
-    "jaxkv.ledger": Rule(ours=("jaxkv.errors",), outside=("numpy",)),
+    "jaxkv.model": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
+    "jaxkv.ledger": Rule(ours=(), outside=("numpy",)),
     "jaxkv.prefix": Rule(ours=(), outside=("numpy",)),
-    "jaxkv.replay": Rule(ours=("jaxkv.errors", "jaxkv.prefix", "jaxkv.ledger"), outside=("numpy",)),
-    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention"), outside=ARRAYS),
+    "jaxkv.replay": Rule(ours=("jaxkv.prefix", "jaxkv.ledger"), outside=("numpy",)),
+    "jaxkv.compress": Rule(ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.model"), outside=ARRAYS),
     "jaxkv.eval": Rule(
-        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine"), outside=ARRAYS
+        ours=("jaxkv.cache", "jaxkv.attention", "jaxkv.compress", "jaxkv.engine", "jaxkv.model"),
+        outside=ARRAYS,
     ),
     "jaxkv.engine": Rule(
         ours=(
@@ -70,7 +80,7 @@ RULES = {
             "jaxkv.prefix",
             "jaxkv.attention",
             "jaxkv.compress",
-            "jaxkv.errors",
+            "jaxkv.model",
         ),
         outside=ARRAYS,
     ),
@@ -187,7 +197,8 @@ def violations(root: Path) -> list[str]:
 def may_import(unit: str, target: str) -> bool:
     rule, top = RULES[unit], target.split(".")[0]
     if top in OURS:
-        return any(within(target, allowed) for allowed in (unit, *rule.ours))
+        leaves = LEAVES if within(unit, "jaxkv") else ()
+        return any(within(target, allowed) for allowed in (unit, *rule.ours, *leaves))
     return top in sys.stdlib_module_names or rule.outside == ANY or top in rule.outside
 
 
@@ -206,7 +217,8 @@ ALLOWED = {
     "jaxkv/__init__.py": "from jaxkv.cache import spec\nfrom jaxkv.engine import step as step",
     "jaxkv/cache/spec.py": "from pallas_kernels import a",
     "jaxkv/attention.py": "from jaxkv.cache.spec import x",
-    "jaxkv/prefix/pool.py": "import numpy",
+    "jaxkv/kv_format.py": "import math",
+    "jaxkv/prefix/pool.py": "import numpy\nfrom jaxkv.kv_format import x",
     "jaxkv/replay/trace.py": "from jaxkv.prefix import pool",
     "jaxkv/engine/__init__.py": "",
     "jaxkv/engine/step.py": "from .. import attention\nfrom ..prefix import pool",
@@ -236,6 +248,9 @@ def test_a_tree_that_follows_every_arrow_is_clean(tmp_path):
         ("jaxkv.prefix.b", "import jax.numpy", " may not import jax.numpy"),
         ("jaxkv.prefix.b", "from jaxkv import attention", " may not import jaxkv.attention"),
         ("jaxkv.ledger", "from jaxkv.prefix import pool", " may not import jaxkv.prefix.pool"),
+        ("jaxkv.kept_pages", "import jaxkv.attention", " may not import jaxkv.attention"),
+        ("jaxkv.kept_pages", "import numpy", " may not import numpy"),
+        ("pallas_kernels.b", "import jaxkv.kv_format", " may not import jaxkv.kv_format"),
         ("jaxkv.cache.b", "from ..engine import step", " may not import jaxkv.engine.step"),
         ("jaxkv.engine.b", "def f():\n  import jaxkv.models.c", " may not import jaxkv.models.c"),
         ("jaxkv.cli.b", "from scripts.bench import x", " may not import scripts.bench"),

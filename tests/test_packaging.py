@@ -3,11 +3,15 @@
 import os
 import re
 import subprocess
+import sys
+import sysconfig
 import time
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.models.tiny_checkpoint import write_gguf
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,6 +71,46 @@ def test_the_wheel_holds_two_packages_and_each_is_typed():
 def test_the_type_checker_reads_all_that_the_wheel_holds_and_the_scripts():
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert set(PROJECT["tool"]["pyright"]["include"]) == {*packages, "jaxkv/models", "scripts"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A new environment with the wheel installed; its dependencies are those of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), ROOT]
+    subprocess.run(build, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    (packages,) = (folder / "env").glob("lib/python*/site-packages")
+    (wheel,) = folder.glob("*.whl")
+    install = [*pip, "--python", str(folder / "env"), "install", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True)
+    # A path that a .pth file adds comes last, and the .pth files in it (such as that of an editable
+    # install) are not read.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "env"
+
+
+def test_the_wheel_installs_two_top_level_packages(installed):
+    (packages,) = installed.glob("lib/python*/site-packages")
+    names = {path.name for path in packages.iterdir() if path.suffix not in (".dist-info", ".pth")}
+    assert names == {"jaxkv", "pallas_kernels"}
+
+
+def test_the_installed_command_decodes_beside_a_users_own_models_module(installed, tmp_path):
+    (tmp_path / "models.py").write_text("raise RuntimeError('a module of the user')")
+    model = write_gguf(tmp_path / "tiny.gguf")
+    command = [installed / "bin" / "jaxkv", "decode", "--model", str(model), "--raw"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    result = subprocess.run(
+        [*command, "--max-new-tokens", "4", "--json", "a"],
+        cwd=tmp_path,
+        env=environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert '"finish_reason"' in result.stdout
 
 
 @pytest.mark.parametrize("name", ["Makefile", "pyproject.toml", ".ci/run"])

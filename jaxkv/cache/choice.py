@@ -1,108 +1,89 @@
-"""Which layer has which format, as a text: `kivi4,window=bf16,0=int8,-1=int8`.
-
-The first name holds for all layers; what follows is for some of them, and a later one counts more:
-`window` and `full` are the layers with and without a window, a number is one layer, counted from
-the end where it is negative. Not here: what a format is (`formats`).
-"""
+"""The KV format of each layer, with measured scales where the format needs them."""
 
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
-from jaxkv.cache.formats import STATIC, KVFormat, StaticFormat, get_format
+import jax.numpy as jnp
+
+from jaxkv.cache.formats import KVFormat, PackageFormat, StaticFormat, get_format
 from jaxkv.cache.ranges import KVRanges
 from jaxkv.cache.spec import LayerSpec
+from jaxkv.kv_format import FORMATS, FormatSpec, formats_by_layer, parse_choice
 from pallas_kernels.codes import largest_code
 
 
-def preferred_page_size(text: str) -> int:
-    """Tokens a page that suit a choice of formats: 32 where K's parameters are a page's."""
-    names = [name for name, _ in _parts(text)]
-    return 32 if any(name.startswith("kivi") for name in names) else 16
-
-
-def check_choice(text: str) -> None:
-    """Raises ValueError where a text names no format, or no way of choosing layers."""
-    for name, where in _parts(text):
-        if name not in STATIC:
-            get_format(name)
-        if where not in ("", "window", "full"):
-            _layer_number(where)
-
-
 def choose_formats(
-    text: str, layers: Sequence[LayerSpec], ranges: KVRanges | None = None
+    choice: str | KVFormat, layers: Sequence[LayerSpec], ranges: KVRanges | None = None
 ) -> tuple[KVFormat, ...]:
-    """The format of each layer.
+    """Returns the format of each layer.
+
+    Example:
+
+        choose_formats("kivi4,window=bf16,0=int8", layers)
+        choose_formats(Int2(), layers)  # a format of your own, for all layers
 
     Args:
-      text: see the module's docstring.
-      layers: of the model.
-      ranges: measured, for static formats.
+      choice: a format of your own for all layers (`KVFormat`), or the name of a format of this
+        package, optionally with others for some layers (`jaxkv.kv_format`).
+      layers: the layers of the model.
+      ranges: measured ranges of K and V, for static formats.
 
     Raises:
-      ValueError: no such format or layer, or a static format without ranges of this model.
+      ValueError: there is no such format or layer; a static format has no ranges of this model; a
+        format of your own has a name that is not allowed or taken.
     """
     if ranges is not None and len(ranges.largest) != len(layers):
         raise ValueError(
             f"the KV ranges are of {len(ranges.largest)} layers, the model has {len(layers)}"
         )
-    chosen = [""] * len(layers)
-    for name, where in _parts(text):
-        for index in _chosen_layers(where, layers):
-            chosen[index] = name
+    if not isinstance(choice, str):
+        check_choice(choice)
+        return (choice,) * len(layers)
+    specs = formats_by_layer(choice, [layer.window is not None for layer in layers])
     return tuple(
-        _static_format(name, index, layer, ranges) if name in STATIC else get_format(name)
-        for index, (name, layer) in enumerate(zip(chosen, layers, strict=True))
+        _static_format(spec, index, layer, ranges)
+        if spec.kind == "static"
+        else get_format(spec.name)
+        for index, (spec, layer) in enumerate(zip(specs, layers, strict=True))
     )
 
 
+def check_choice(choice: str | KVFormat) -> None:
+    """Checks what can be checked of a choice while the layers are not known.
+
+    Raises:
+      ValueError: a part of a text names no format or no layers; the name of a format of your own is
+        not allowed, or is the name of a format of this package.
+    """
+    if isinstance(choice, str):
+        parse_choice(choice)
+        return
+    name = choice.name  # pages are shared, exported and imported by it
+    if not isinstance(name, str) or re.fullmatch(r"[\w.@-]+", name) is None:
+        raise ValueError(f"the name of a KV format must be letters, digits and _.@-, got {name!r}")
+    if name in FORMATS and not isinstance(choice, PackageFormat):
+        raise ValueError(f"{choice!r} has the name of a format of jaxkv, {name}")
+
+
 def format_id(formats: Sequence[KVFormat]) -> str:
-    """One text for the formats of all layers, equal where they are: `f32`, `int8*2+bf16*3`."""
+    """Returns one text for the formats of all layers, equal if and only if they are equal: `f32`,
+    `int8*2+bf16*3`."""
     runs = [(name, len(list(run))) for name, run in itertools.groupby(f.name for f in formats)]
     return runs[0][0] if len(runs) == 1 else "+".join(f"{name}*{count}" for name, count in runs)
 
 
-def _parts(text: str) -> list[tuple[str, str]]:
-    """Names, and for which layers; an empty text for all."""
-    first, *others = (part.strip() for part in text.split(","))
-    parts = [(first, "")]
-    for part in others:
-        where, equals, name = part.partition("=")
-        if not equals or not where.strip():
-            raise ValueError(f"KV format {text!r}: {part!r} must be LAYERS=FORMAT")
-        parts.append((name.strip(), where.strip()))
-    return parts
-
-
-def _chosen_layers(where: str, layers: Sequence[LayerSpec]) -> list[int]:
-    count = len(layers)
-    if where in ("window", "full"):
-        return [i for i in range(count) if (layers[i].window is not None) == (where == "window")]
-    if not where:
-        return list(range(count))
-    number = _layer_number(where)
-    if not -count <= number < count:
-        raise ValueError(f"no layer {number}: the model has {count}")
-    return [number % count]
-
-
-def _layer_number(where: str) -> int:
-    if re.fullmatch(r"-?[0-9]{1,6}", where) is None:
-        raise ValueError(f"{where!r} must be `window`, `full` or a layer's number")
-    return int(where)
-
-
 def _static_format(
-    name: str, index: int, layer: LayerSpec, ranges: KVRanges | None
+    spec: FormatSpec, index: int, layer: LayerSpec, ranges: KVRanges | None
 ) -> StaticFormat:
     if ranges is None:
-        raise ValueError(f"format {name} needs scales that `calibrate` measured")
+        raise ValueError(f"format {spec.name} needs scales that `calibrate` measured")
     largest = ranges.largest[index]
     if len(largest) != 2 * layer.kv_heads:
         raise ValueError(
             f"the KV ranges have {len(largest) // 2} KV heads in layer {index}, the model has "
             f"{layer.kv_heads}"
         )
-    scales = tuple(x / largest_code(STATIC[name]) for x in largest)
-    return StaticFormat(f"{name}@{ranges.id}", STATIC[name], scales)
+    scales = tuple(x / largest_code(jnp.dtype(spec.dtype)) for x in largest)
+    return StaticFormat(replace(spec, name=f"{spec.name}@{ranges.id}"), scales)

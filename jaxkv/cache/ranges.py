@@ -1,6 +1,6 @@
 """The ranges of a model's K and V, measured on text, for formats with static scales.
 
-Not here: the measuring (`jaxkv.eval`), nor how a range becomes a scale (`choice`).
+`jaxkv.eval` measures them, and `choice` makes scales of them.
 """
 
 import hashlib
@@ -10,19 +10,21 @@ from pathlib import Path
 
 from pallas_kernels.codes import LIMIT
 
-LEAST = 1e-12  # a smaller range would make a scale that float32 cannot divide by
+LEAST = 1e-12  # float32 cannot divide by the scale of a smaller range
 _KIND = "jaxkv KV ranges"
 
 
 @dataclass(frozen=True)
 class KVRanges:
-    """The largest magnitudes of K and V that a model was seen to make.
+    """The largest magnitudes of K and V that were measured for a model.
+
+    Example: `KVRanges.load(Path("ranges.json"))` reads what `jaxkv calibrate` wrote.
 
     Attributes:
-      largest: of each layer `[2K]`, of K and V by turns.
+      largest: for each layer `[2K]`, of K and V alternating.
 
     Raises:
-      ValueError: one of them is no number above LEAST and at most what codes can hold.
+      ValueError: one of them is not a number above LEAST, or is larger than codes can hold.
     """
 
     largest: tuple[tuple[float, ...], ...]
@@ -39,25 +41,25 @@ class KVRanges:
 
     @property
     def id(self) -> str:
-        """Eight digits that tell these ranges from others."""
+        """Eight hexadecimal digits that identify these ranges."""
         return hashlib.sha256(json.dumps(self.largest).encode()).hexdigest()[:8]
 
     def save(self, path: Path) -> None:
-        """Writes a file that `load` reads: JSON."""
+        """Writes a JSON file that `load` reads."""
         path.write_text(json.dumps({"kind": _KIND, "largest": self.largest}) + "\n", "utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "KVRanges":
-        """Reads a file.
+        """Reads a file that `save` wrote.
 
         Raises:
-          ValueError: it is none that `save` wrote.
-          OSError: it cannot be read.
+          ValueError: the file is of another kind.
+          OSError: the file cannot be read.
         """
         try:
             record = json.loads(path.read_text("utf-8"))
             if record["kind"] != _KIND:
-                raise ValueError("of another kind")
+                raise ValueError("another kind")
             return cls(tuple(map(tuple, record["largest"])))
         except (KeyError, TypeError, ValueError, RecursionError):
-            raise ValueError(f"{path}: no file of KV ranges as `calibrate` writes them") from None
+            raise ValueError(f"{path}: not a file of KV ranges as `calibrate` writes it") from None

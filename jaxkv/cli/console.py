@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 from tqdm import tqdm
 
 from jaxkv.errors import JaxkvError
-from jaxkv.ledger.keys import printable
+from jaxkv.printable import printable
 
 if TYPE_CHECKING:
     from jaxkv.models.loading import LoadedModel

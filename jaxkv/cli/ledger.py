@@ -33,8 +33,8 @@ from jaxkv.cli.arguments.ledger import (
 )
 from jaxkv.cli.output import tables
 from jaxkv.cli.output.tables import Column, OutputOptions, decimals, limit, percent, whole
+from jaxkv.kv_format import PAGE_SIZES, split_choices
 from jaxkv.ledger import (
-    PAGE_SIZES,
     UNITS,
     WEIGHT_BITS,
     CacheLedger,
@@ -46,7 +46,6 @@ from jaxkv.ledger import (
     prefill_macs,
     preset,
     preset_names,
-    split_choices,
     step_seconds,
     weight_bytes,
 )

@@ -33,16 +33,15 @@ from jaxkv.cli.arguments.ledger import (
 )
 from jaxkv.cli.output import tables
 from jaxkv.cli.output.tables import Column, OutputOptions, limit, whole
+from jaxkv.kv_format import PAGE_SIZES, split_choices
 from jaxkv.ledger import (
-    PAGE_SIZES,
     UNITS,
     WEIGHT_BITS,
     Model,
     parse_bytes,
     parse_tokens,
-    split_choices,
 )
-from jaxkv.ledger.plan import FORMATS, Option, Plan, fewer_kv_heads, make_plan
+from jaxkv.ledger.plan import PLANNED, Option, Plan, fewer_kv_heads, make_plan
 
 DEFAULT = "llama-3.1-8b"
 SHOWN = 20  # rows, without --all
@@ -83,8 +82,8 @@ def parse(argv: list[str]) -> PlanOptions:
         help="memory to keep free (default: 0)")  # fmt: skip
     add("--heads", type=listed(count), metavar="K,..",
         help="KV heads to try (default: half, a quarter, .. 1)")  # fmt: skip
-    add("--formats", type=argument(split_choices), default=list(FORMATS), metavar="F,..",
-        help=f"KV formats to try (default: {','.join(FORMATS)})")  # fmt: skip
+    add("--formats", type=argument(split_choices), default=list(PLANNED), metavar="F,..",
+        help=f"KV formats to try (default: {','.join(PLANNED)})")  # fmt: skip
     add("--windows", type=listed(parse_tokens), default=[4096], metavar="W,..",
         help="windows to try, in addition to the model's own (default: 4k)")  # fmt: skip
     add("--page-sizes", type=listed(count), default=[16, 32, 64], metavar="P,..",

@@ -24,8 +24,8 @@ from jaxkv.cli.arguments.ledger import LedgerModelOptions, add_model_arguments, 
 from jaxkv.cli.output import plots, tables
 from jaxkv.cli.output.tables import Column, Row
 from jaxkv.ledger import UNITS, CacheLedger, LedgerError, Model, parse_bytes, weight_bytes
-from jaxkv.ledger.keys import printable
-from jaxkv.ledger.plan import FORMATS, fewer_kv_heads, make_plan
+from jaxkv.ledger.plan import fewer_kv_heads, make_plan
+from jaxkv.printable import printable
 from jaxkv.replay import (
     ALLOCATORS,
     CACHES,
@@ -211,7 +211,7 @@ def compression(model: Model, memory: int, unit: str) -> Iterator[str]:
     """What heads, formats and windows save."""
     context = 1 << 15
     options = {"context": context, "kv_heads": fewer_kv_heads(model), "windows": [4096]}
-    found = make_plan(model, memory, formats=FORMATS, **options)
+    found = make_plan(model, memory, **options)
     yield "<h2>5. Fewer heads, coarser values, fewer tokens</h2>"
     yield (
         f"<p>Caches of a sequence of {context:,} tokens that fit into "

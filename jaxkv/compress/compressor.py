@@ -25,6 +25,7 @@ from jaxkv.compress import device
 from jaxkv.compress.budget import Budget
 from jaxkv.compress.kept import MAX_SPANS, Kept, Row, Spans, num_protected
 from jaxkv.compress.method import ScoreMethod, map_slots
+from jaxkv.model import DecodeModel
 
 CHUNK = 64  # tokens whose queries are computed in one call
 
@@ -40,7 +41,7 @@ class Compressor:
 
     def __init__(
         self,
-        model: device.Model,
+        model: DecodeModel,
         cache: KVCache,
         method: ScoreMethod,
         *,
@@ -54,8 +55,7 @@ class Compressor:
           method: scores and chooses tokens.
           backend: of attention.
         """
-        layers = range(len(cache.exact))
-        full = tuple(i for i in layers if cache.windows[cache.groups[i]] is None)
+        full = tuple(i for i, layer in enumerate(cache.spec.layers) if layer.window is None)
         self.method = method
         self.groups = {layer: cache.groups_of(layer) for layer in full}
         self._params = model.params

@@ -5,40 +5,17 @@ All of them work on the row of one sequence, and on each layer that drops tokens
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.attention import AttentionBackend, StepInputs
-from jaxkv.cache import KVCache, LayerSpec, gather_dense, move_tokens, rotate
+from jaxkv.cache import KVCache, gather_dense, move_tokens, rotate
 from jaxkv.compress.inputs import LayerTokens, Queries
 from jaxkv.compress.kept import Kept, Row
 from jaxkv.compress.method import FORCED, ScoreMethod, map_slots
-
-
-class Model(Protocol):
-    """What a model must provide; a `jaxkv.engine.DecodeModel` does."""
-
-    @property
-    def params(self) -> Any:
-        """Parameters, a pytree."""
-        ...
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer keeps for a token."""
-        ...
-
-    def forward(
-        self, params: Any, cache: KVCache, step: StepInputs, backend: AttentionBackend
-    ) -> tuple[jax.Array, KVCache]:
-        """Runs a step."""
-        ...
-
-    def turn(self, layer: int, x: jax.Array, by: jax.Array) -> jax.Array:
-        """Rotates `[T, heads, D]` by `[T]` further positions, as a layer's RoPE does."""
-        ...
+from jaxkv.model import DecodeModel
 
 
 class Chunk(NamedTuple):
@@ -78,7 +55,7 @@ class LayerChoice(NamedTuple):
 
 
 def observe(
-    model: Model,
+    model: DecodeModel,
     method: ScoreMethod,
     layers: Sequence[int],
     attention: AttentionBackend,
@@ -95,22 +72,20 @@ def observe(
         page_tables=tuple(row.tables[:, None]),
         kv_lens=chunk.end - row.dropped[:, None],
     )
-    _, observing = model.forward(params, cache.observe(), step, attention)
-    assert observing.observed is not None
+    queries = model.queries(params, cache, step, attention)
     _, positions = step.places()
     statistics = []
     for layer in layers:
-        observed, tokens = observing.observed[layer], _layer_tokens(model, cache, layer, row)
-        assert observed is not None
+        own, tokens = queries[layer], layer_tokens(model, cache, layer, row)
         dropped = row.num_tokens - tokens.lens
         slots = positions[None] - dropped[:, None]
-        queries = Queries(observed.q, positions, slots, observed.soft_cap)
-        statistics.append(method.observe(queries, tokens))
+        chunk_queries = Queries(own.q, positions, slots, own.soft_cap)
+        statistics.append(method.observe(chunk_queries, tokens))
     return tuple(statistics)
 
 
 def choose(
-    model: Model,
+    model: DecodeModel,
     method: ScoreMethod,
     layers: Sequence[int],
     cache: KVCache,
@@ -123,7 +98,7 @@ def choose(
     """See `Compressor.choose`; `budgets [layers]` are the tokens that each layer's heads keep."""
     choices = []
     for i, layer in enumerate(layers):
-        tokens = _layer_tokens(model, cache, layer, row)
+        tokens = layer_tokens(model, cache, layer, row)
         positions = tokens.slots[None] + (row.num_tokens - tokens.lens)[:, None]
         if known is not None:
             earlier = tokens.slots[None] < known.counts[i][:, None]
@@ -198,14 +173,14 @@ def move(
     return cache
 
 
-def _layer_tokens(model: Model, cache: KVCache, layer: int, row: Row) -> LayerTokens:
+def layer_tokens(model: DecodeModel, cache: KVCache, layer: int, row: Row) -> LayerTokens:
     """K and V of a layer as the model computed them, 0 in slots without a token."""
     groups = cache.groups_of(layer)
     k, v = gather_dense(cache, layer, row.tables[groups.start : groups.stop])
     k, v = (x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3]) for x in (k, v))
     D = model.layers[layer].head_dim  # pages may have padded it
     k, v = (x[:, :, :D].astype(jnp.float32) for x in (k, v))
-    if cache.formats[layer].rotates:
+    if cache.spec.formats[layer].rotates:
         k, v = rotate(k), rotate(v)
     lens = row.num_tokens - row.dropped[groups.start : groups.stop]
     lens = jnp.broadcast_to(lens, (k.shape[0],))

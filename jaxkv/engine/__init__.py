@@ -10,7 +10,6 @@ from jaxkv.engine.config import EngineConfig as EngineConfig
 from jaxkv.engine.engine import Engine as Engine
 from jaxkv.engine.metrics import EngineMetrics as EngineMetrics
 from jaxkv.engine.metrics import PoolState as PoolState
-from jaxkv.engine.model import DecodeModel as DecodeModel
 from jaxkv.engine.request import Request as Request
 from jaxkv.engine.request import RequestError as RequestError
 from jaxkv.engine.request import SamplingParams as SamplingParams
@@ -19,3 +18,4 @@ from jaxkv.engine.sampling import SamplingInputs as SamplingInputs
 from jaxkv.engine.sampling import draw as draw
 from jaxkv.engine.sizing import Footprint as Footprint
 from jaxkv.engine.sizing import footprint as footprint
+from jaxkv.model import DecodeModel as DecodeModel

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from jaxkv.attention import BACKEND_NAMES
-from jaxkv.cache import PAGE_SIZES, KVRanges, check_choice
+from jaxkv.cache import KVFormat, KVRanges, check_choice
 from jaxkv.compress import Compression
 from jaxkv.engine.sampling import Sampler, draw
 from jaxkv.engine.scheduler import SCHEDULING
 from jaxkv.errors import UsageError
+from jaxkv.kv_format import PAGE_SIZES
 from jaxkv.prefix import POLICIES, EvictionPolicy
 
 
@@ -32,7 +33,7 @@ class EngineConfig:
       pool_bytes: largest size of the cache if `pool_tokens` is None.
       max_length: longest sequence in tokens, prompt and answer. None takes the model's limit.
       kv_format: how K and V are stored: the name of a format of `jaxkv.cache`, or several by layer
-        such as `kivi4,window=bf16` (see `jaxkv.cache.choose_formats`).
+        such as `kivi4,window=bf16`, or a format of your own (see `jaxkv.cache.choose_formats`).
       kv_ranges: measured ranges of the model's K and V, for formats with fixed scales.
       compression: which tokens are dropped from the cache, and when. None keeps all.
       deterministic: the logits of a sequence have the same bits whatever else is in the batch,
@@ -59,7 +60,7 @@ class EngineConfig:
     pool_tokens: int | None = None
     pool_bytes: int = 1 << 30
     max_length: int | None = None
-    kv_format: str = "f32"
+    kv_format: str | KVFormat = "f32"
     kv_ranges: KVRanges | None = None
     compression: Compression | None = None
     deterministic: bool = False
@@ -103,7 +104,7 @@ class EngineConfig:
 
 
 _TYPES = {
-    "kv_format": str,
+    "kv_format": str | KVFormat,
     "kv_ranges": KVRanges | None,
     "compression": Compression | None,
     "deterministic": bool,

@@ -24,7 +24,6 @@ from jaxkv.engine.dropping import DropStage
 from jaxkv.engine.host import HostSide
 from jaxkv.engine.logprobs import book_logprobs, book_prompt_logprobs
 from jaxkv.engine.metrics import EngineMetrics, PoolState
-from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.request import Request, RequestError
 from jaxkv.engine.runner import StepRunner
 from jaxkv.engine.sampling import SeenTokens
@@ -34,6 +33,7 @@ from jaxkv.engine.sizing import cache_capacity, longest_sequence, plan_cache
 from jaxkv.engine.step import StepFunctions, StepResult
 from jaxkv.engine.step_plan import StepPlan
 from jaxkv.engine.stopping import AnswerText, DetokenizerFactory
+from jaxkv.model import DecodeModel
 from jaxkv.prefix import Event, Namespace
 
 

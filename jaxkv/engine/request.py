@@ -187,22 +187,24 @@ def _check_type(name: str, value: object, expected: type | UnionType) -> None:
 def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     """Integers of any kind, NumPy's too, as Python's."""
     try:
-        integers = tuple(map(operator.index, values))
-    except TypeError:  # not iterable, or something in it is no integer
-        integers = (True,)
-    if isinstance(values, bytes) or bool in set(map(type, integers)):
-        raise RequestError(f"{name} must be a sequence of integers, got {values!r:.60}")
-    return integers
+        items = tuple(values)
+        if isinstance(values, bytes) or bool in set(map(type, items)):
+            raise TypeError
+        return tuple(map(operator.index, items))
+    except TypeError:
+        message = f"{name} must be a sequence of integers, got {values!r:.60}"
+        raise RequestError(message) from None
 
 
 def _strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
-    error = "{name} must be a sequence of strings, got {values!r:.60}"
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise RequestError(error.format(name=name, values=values))
-    strings = tuple(values)
-    if not all(isinstance(text, str) for text in strings):
-        raise RequestError(error.format(name=name, values=values))
-    return strings
+    try:
+        items = tuple(values)
+        if isinstance(values, str) or not all(isinstance(item, str) for item in items):
+            raise TypeError
+        return items
+    except TypeError:
+        message = f"{name} must be a sequence of strings, got {values!r:.60}"
+        raise RequestError(message) from None
 
 
 def _spans(name: str, values: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:

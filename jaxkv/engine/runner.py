@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxkv.cache import CacheSpec, KVCache, init_cache
 from jaxkv.engine.config import EngineConfig
-from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.sampling import SamplingRows
 from jaxkv.engine.shapes import ShapeTable, StepShape
 from jaxkv.engine.step import StepChoices, StepFunctions, StepResult
 from jaxkv.engine.step_arrays import StepLayout, idle_buffer, plan_buffer
 from jaxkv.engine.step_plan import PageCopy, StepPlan
+from jaxkv.model import DecodeModel
 from jaxkv.prefix import PageTables
 
 

@@ -1,72 +1,59 @@
 """How large an engine's cache is, the longest sequence that it takes, and what its formats save.
 
-A sliding group needs pages for windows and chunks alone: what lies behind a window goes back to the
-pool while its sequence runs. Not here: the values that may be asked for (`config`).
+A group with a window needs pages only for windows and chunks: pages before a window are freed while
+their sequence runs. `config` has the values that a user may ask for.
 """
 
-import math
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from jaxkv.attention import preferred_layout, stored_layers
-from jaxkv.cache import (
-    CacheSpec,
-    LayerGroup,
-    choose_formats,
-    format_id,
-    group_pages,
-    layer_pages,
-)
+from jaxkv.cache import CacheSpec, LayerGroup, choose_formats, format_id
 from jaxkv.compress.compression import kept_layers
 from jaxkv.engine.config import EngineConfig
-from jaxkv.engine.model import DecodeModel
+from jaxkv.model import DecodeModel
 
 
 def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
     """Sizes the cache: see `EngineConfig.pool_tokens`.
 
-    A sliding group has pages for twice what the windows and chunks of all sequences take: the rest
-    is for windows that later requests go on from.
+    A group with a window has pages for twice what the windows and chunks of all sequences take: the
+    other half keeps windows that later requests continue from.
 
     Raises:
       ValueError: the formats do not fit the model (`jaxkv.cache.choose_formats`), or the method
         does not go with both (`jaxkv.compress.Compression.check`).
     """
-    P, layers = config.page_size, stored_layers(model.layers)
-    formats = choose_formats(config.kv_format, layers, config.kv_ranges)
-    layers, split_heads = kept_layers(config.compression, layers, formats)
-    groups = group_pages(layer_pages(layers, formats, split_heads=split_heads))
+    P = config.page_size
+    formats = choose_formats(config.kv_format, model.layers, config.kv_ranges)
+    layers, split_heads = kept_layers(config.compression, model.layers, formats)
 
-    def most_pages(group: LayerGroup) -> int | float:
+    def most_pages(group: LayerGroup) -> int | None:
         if group.window is None:
-            return math.inf
+            return None
         return 2 * config.max_sequences * _sliding_pages(group, config)
 
-    def spec(num_pages: int) -> CacheSpec:
-        """With so many pages for the tokens of a full group, the null page not among them."""
-        return CacheSpec(
-            layers=layers,
-            page_size=P,
-            num_pages=tuple(int(min(num_pages, most_pages(group))) + 1 for group in groups),
-            formats=formats,
-            layout=preferred_layout(),
-            split_heads=split_heads,
-        )
-
-    if config.pool_tokens is not None:
-        return spec(-(-config.pool_tokens // P))
-    sizes = range(1, config.max_sequences * -(-_asked_length(model, config) // P) + 1)
-    return spec(max(1, bisect_right(sizes, config.pool_bytes, key=lambda n: spec(n).nbytes)))
+    num_tokens, nbytes = config.pool_tokens, None
+    if num_tokens is None:
+        num_tokens = config.max_sequences * -(-_asked_length(model, config) // P) * P
+        nbytes = config.pool_bytes
+    return CacheSpec.plan(
+        layers,
+        formats,
+        page_size=P,
+        num_tokens=num_tokens,
+        nbytes=nbytes,
+        split_heads=split_heads,
+        most_pages=most_pages,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a cache's formats take, beside bfloat16 in pages of the same size.
+    """What a cache's formats take, compared with bfloat16 in pages of the same size.
 
     Attributes:
       formats: their names.
-      num_tokens: of the sequence that the bytes are measured on.
-      bytes_per_token: of its pages, parameters, tails and exact tokens included.
+      num_tokens: length of the sequence that the bytes are measured on.
+      bytes_per_token: bytes of its pages, with parameters, partly filled pages and exact tokens.
       bf16_bytes_per_token: the same in bfloat16.
       memory: bytes.
       tokens_that_fit, bf16_tokens_that_fit: of one sequence, in that memory.
@@ -82,7 +69,7 @@ class Footprint:
 
     @property
     def ratio(self) -> float:
-        """Bytes of a token, in parts of those in bfloat16."""
+        """Bytes per token, as a part of those in bfloat16."""
         return self.bytes_per_token / self.bf16_bytes_per_token
 
 

@@ -16,11 +16,11 @@ from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, copy_pages
 from jaxkv.compress import ScoreMethod
 from jaxkv.compress.compressor import Compressor
-from jaxkv.engine.model import DecodeModel
 from jaxkv.engine.sampling import Sampled, Sampler, SamplingInputs, draw, sample
 from jaxkv.engine.shapes import DETERMINISTIC_ROWS
 from jaxkv.engine.step_arrays import StepLayout
 from jaxkv.engine.step_plan import PageCopy
+from jaxkv.model import DecodeModel
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +99,7 @@ class StepFunctions:
           copies: what to copy.
           max_copies: static size of a call; the rest is padding.
         """
-        num_groups = len(cache.windows)
+        num_groups = len(cache.spec.groups)
         groups = [[(c.source, c.target) for c in copies if c.group == g] for g in range(num_groups)]
         for start in range(0, max(1, *map(len, groups)), max_copies):
             ids = np.zeros((num_groups, 2, max_copies), np.int32)
@@ -157,7 +157,7 @@ def _step(
 
 def _copy(cache: KVCache, ids: jax.Array) -> KVCache:
     """Copies pages; `ids [groups, 2, n]` int32 has sources and targets."""
-    for group in range(len(cache.windows)):
+    for group in range(len(cache.spec.groups)):
         cache = copy_pages(cache, group, ids[group, 0], ids[group, 1])
     return cache
 

@@ -1,4 +1,4 @@
-"""What compression costs: perplexity, distance from the full cache, and tasks, measured on text."""
+"""Measures what compression costs on text: perplexity, distance from the full cache, and tasks."""
 
 from jaxkv.eval.harness import HarnessModel as HarnessModel
 from jaxkv.eval.paged_text import PagedText as PagedText

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import AttentionBackend, StepInputs, preferred_layout, stored_layers
+from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import (
     CacheSpec,
     KVCache,
@@ -18,15 +18,13 @@ from jaxkv.cache import (
     KVRanges,
     choose_formats,
     gather_dense,
-    group_pages,
     init_cache,
-    layer_pages,
 )
 from jaxkv.compress import Compression, ScoreMethod
 from jaxkv.compress.compression import kept_layers
 from jaxkv.compress.compressor import Compressor
 from jaxkv.compress.kept import Row
-from jaxkv.engine.model import DecodeModel
+from jaxkv.model import DecodeModel
 
 OnChunk = Callable[[int], object]  # called with the number of tokens of each computed chunk
 
@@ -99,23 +97,15 @@ class PagedText:
         Raises:
           ValueError: the setting does not go with the model, or its parts not with each other.
         """
-        layers = stored_layers(functions.model.layers)
-        layers, split_heads = kept_layers(setting.compression, layers, setting.formats)
-        pages = layer_pages(layers, setting.formats, split_heads=split_heads)
-        groups = group_pages(pages)
-        N = -(-num_tokens // page_size) + 1
-        self.spec = CacheSpec(
-            layers=layers,
-            page_size=page_size,
-            num_pages=(N,) * len(groups),
-            formats=setting.formats,
-            layout=preferred_layout(),
-            split_heads=split_heads,
+        formats = setting.formats
+        layers, split_heads = kept_layers(setting.compression, functions.model.layers, formats)
+        self.spec = CacheSpec.plan(
+            layers, formats, page_size=page_size, num_tokens=num_tokens, split_heads=split_heads
         )
         self.cache = init_cache(self.spec)
-        self.tables = np.stack([np.arange(1, N) + group.head * N for group in groups])
-        self.tables = self.tables.astype(np.int32)
-        self.dropped = np.zeros(len(groups), np.int32)
+        heads, N = np.array([group.head for group in self.spec.groups]), self.spec.num_pages[0]
+        self.tables = (np.arange(1, N)[None] + N * heads[:, None]).astype(np.int32)
+        self.dropped = np.zeros(len(heads), np.int32)
         self._tokens: list[int] = []
         self._chunk, self._functions = chunk, functions
         self._compression = setting.compression
@@ -131,12 +121,13 @@ class PagedText:
     def _step(self, tokens: Sequence[int]) -> jax.Array:
         n = len(tokens)
         self._tokens += tokens
+        length = len(self._tokens)
         inputs = StepInputs(
             tokens=jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, self._chunk - n))),
-            seq_lens=jnp.array([len(self._tokens)], jnp.int32),
+            seq_lens=jnp.array([length], jnp.int32),
             query_starts=jnp.array([0, n], jnp.int32),
             page_tables=tuple(jnp.asarray(self.tables[:, None])),
-            kv_lens=jnp.asarray(len(self._tokens) - self.dropped[:, None]),
+            kv_lens=jnp.asarray(length - self.dropped[:, None]),
         )
         functions = self._functions
         hidden, self.cache = functions.step(functions.model.params, self.cache, inputs)
@@ -234,7 +225,8 @@ def kv_ranges(
         pass
     largest = []
     for layer in range(len(model.layers)):
-        table = jnp.asarray(text.tables[text.cache.groups[layer]][None])
+        (group,) = text.cache.groups_of(layer)
+        table = jnp.asarray(text.tables[group][None])
         k, v = gather_dense(text.cache, layer, table)
         heads = [jnp.abs(x[0, : len(tokens)]).max(axis=(0, 2)) for x in (k, v)]
         largest.append(tuple(jnp.stack(heads, axis=1).reshape(-1).tolist()))

@@ -1,8 +1,7 @@
-"""How near a cache's output is to the full one's: distances that the field reports for caches.
+"""Measures how close the output of a compressed cache is to that of the full cache.
 
-Perplexity, KL(full || compressed) of each next-token distribution, and how often the likeliest
-token is the same. Not here: how a text is computed (`paged_text`), text, models, tables (the
-scripts have them).
+The measures are those that papers report: perplexity, KL(full || compressed) of each next-token
+distribution, and how often the likeliest token is the same. `paged_text` computes the text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import choose_formats
-from jaxkv.engine.model import DecodeModel
 from jaxkv.eval.paged_text import OnChunk, Reading, Setting, TextFunctions, ignore, read
+from jaxkv.model import DecodeModel
 
-LOGIT_ROWS = 64  # at once: those of a chunk would be larger than the model
+LOGIT_ROWS = 64  # per call: the logits of a whole chunk would be larger than the model
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How one cache does on a text of n tokens, c of them context (0 where there is none).
+    """Quality of one cache on a text of n tokens, the first c of them context (c may be 0).
 
     Attributes:
       perplexity: exp of the mean negative log-probability of tokens c + 1 .. n - 1.
-      stderr: of that mean, nats.
-      kl_mean, kl_p99, kl_max: KL(full || this) of the distributions after tokens c .. n - 2, nats.
-      top1: share of them with the same likeliest token as the full cache's.
-      nbytes: of all pages that the sequence holds at its end, parameters included.
+      stderr: standard error of that mean, in nats.
+      kl_mean, kl_p99, kl_max: mean, 99th percentile and maximum of KL(full || this) over the
+        next-token distributions after tokens c .. n - 2, in nats.
+      top1: fraction of these distributions whose likeliest token is that of the full cache.
+      nbytes: bytes of all pages that the text holds at its end, parameters of formats included.
     """
 
     perplexity: float
@@ -51,23 +51,23 @@ def measure(
     chunk: int = 64,
     on_chunk: OnChunk = ignore,
 ) -> dict[str, Quality]:
-    """Measures caches on a text, beside one of float32.
+    """Measures the quality of caches on a text, compared with a full float32 cache.
 
     Args:
       model: the decoder.
-      tokens: of the text, two behind the context at least.
-      choices: settings by a name.
+      tokens: of the text, at least two after the context.
+      choices: the settings to measure, by name.
       page_size, context, chunk, on_chunk: see `read`.
 
     Returns:
-      By the names of `choices`, and `f32` for the full cache.
+      The quality by the names of `choices`, and under `f32` that of the full cache.
 
     Raises:
-      ValueError: fewer than two tokens behind the context, or more than the model takes, or a
-        setting that does not fit.
+      ValueError: fewer than two tokens after the context, more than the model takes, or a setting
+        that does not go with the model.
     """
     if len(tokens) - context < 2:
-        raise ValueError("a text of two tokens at least is needed")
+        raise ValueError("the text must have at least two tokens after the context")
     full = Setting(formats=choose_formats("f32", model.layers))
     functions, compare = TextFunctions(model), Comparison(model, model)
     readings = {
@@ -87,11 +87,13 @@ def measure(
 
 
 class Comparison:
-    """Distance of what one model makes of a text from what another one does, compiled once."""
+    """Compares what two models compute of a text; compiled once.
+
+    The models may be the same one with different caches, or differ; they have one vocabulary.
+    """
 
     def __init__(self, own: DecodeModel, full: DecodeModel):
-        """Takes the model that is measured, and the one that it is measured against; they may
-        differ, their vocabularies may not."""
+        """Takes the model that is measured and the reference model; compiles nothing yet."""
 
         def distances(
             params: tuple[Any, Any], hidden: tuple[jax.Array, jax.Array], labels: jax.Array
@@ -108,12 +110,12 @@ class Comparison:
         self._distances: Callable[..., tuple[jax.Array, ...]] = jax.jit(distances)
 
     def __call__(self, own: Reading, full: Reading, targets: Sequence[int]) -> Quality:
-        """Measures one reading of a text beside another one.
+        """Compares a reading of a text with a reference reading of the same text.
 
         Args:
-          own: by the first model.
-          full: by the second.
-          targets: the tokens after the first one behind the context.
+          own: the reading of the measured model.
+          full: the reading of the reference model.
+          targets: the tokens from the second one after the context on.
         """
         found = []
         for first in range(0, len(targets), LOGIT_ROWS):
@@ -127,8 +129,8 @@ class Comparison:
 
 
 def _rows(hidden: jax.Array, first: int) -> np.ndarray:
-    """LOGIT_ROWS rows from `first` on; past the end, padding. On the host: a slice on the device is
-    compiled for each length."""
+    """LOGIT_ROWS rows from `first` on, padded at the end. This runs on the host, since a slice on
+    the device is compiled for each length."""
     rows = np.asarray(hidden)[first : first + LOGIT_ROWS]
     return np.pad(rows, ((0, LOGIT_ROWS - rows.shape[0]), (0, 0)))
 

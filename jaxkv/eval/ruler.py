@@ -1,16 +1,17 @@
-"""Synthetic long-context tasks in the manner of RULER (Hsieh et al., arXiv 2404.06654), in words of
-our own: figures compare rows of one study, not other papers' tables.
+"""Synthetic long-context tasks modelled on RULER (Hsieh et al., arXiv 2404.06654).
 
-    niah_single      one number hidden among lines of noise
-    niah_multikey    the same among needles of other names
-    niah_multivalue  several numbers of one name
-    niah_multiquery  numbers of several names
-    vt               names that are set to each other: which of them have a value
-    cwe              a list of words: which occur most often
-    fwe              the same of words whose frequencies fall like 1 / rank
+The texts are not RULER's: compare scores within one study, not with tables of papers.
 
-A sample is text that a method may compress (`context`), a question that comes behind it, and the
-answers; it is a function of task, length, depth and seed alone. Not here: running a model.
+    niah_single      find one number that is hidden among lines of noise
+    niah_multikey    the same, with further needles under other names
+    niah_multivalue  find several numbers of one name
+    niah_multiquery  find the numbers of several names
+    vt               names are set to each other: find all names that have a value
+    cwe              find the most frequent words of a list
+    fwe              the same, with word frequencies that fall as 1 / rank
+
+A sample has a text that may be compressed (`context`), a question that follows it, and the
+answers. It depends only on task, length, depth and seed.
 """
 
 import random
@@ -34,9 +35,9 @@ NOISE = (
     "They talked about the weather and went home.",
     "A bell rang twice in the distance.",
 )
-NUM_DISTRACTORS = 3  # of niah_multikey
-NUM_VALUES = 3  # of niah_multivalue and niah_multiquery
-CHAIN = 4  # names of one value in vt
+NUM_DISTRACTORS = 3  # further needles of niah_multikey
+NUM_VALUES = 3  # numbers of niah_multivalue and niah_multiquery
+CHAIN = 4  # names with the same value in vt
 NUM_WORDS = 3  # that cwe and fwe ask for
 
 
@@ -45,11 +46,11 @@ class Sample:
     """One question.
 
     Attributes:
-      task: its name.
+      task: name of the task.
       context: text that may be compressed.
-      question: what comes behind it, up to where the answer begins.
-      answers: texts that a right answer has.
-      depth: where in the context the first needle is, 0 to 1.
+      question: text after the context, up to where the answer begins.
+      answers: strings that a right answer contains.
+      depth: position of the first needle in the context, 0 to 1.
     """
 
     task: str
@@ -59,7 +60,7 @@ class Sample:
     depth: float
 
     def score(self, output: str) -> float:
-        """Share of the answers that stand in an output, whatever the case."""
+        """Returns the fraction of the answers that an output contains; case is ignored."""
         return sum(answer.lower() in output.lower() for answer in self.answers) / len(self.answers)
 
 
@@ -70,14 +71,14 @@ def make_sample(task: str, length: int, depth: float, seed: int, count: Count) -
     """Makes a sample.
 
     Args:
-      task: of TASKS.
-      length: most tokens of the context.
-      depth: where needles begin, 0 (first) to 1 (last).
+      task: a name of TASKS.
+      length: largest number of tokens of the context.
+      depth: position of the first needle, 0 (start) to 1 (end).
       seed: of names and numbers.
-      count: tokens of a text.
+      count: returns the number of tokens of a text.
 
     Raises:
-      ValueError: there is no such task, or the length is too short for it.
+      ValueError: there is no such task, or the task does not fit into the length.
     """
     if task not in TASKS:
         raise ValueError(f"no task {task!r}; there are {', '.join(TASKS)}")
@@ -85,10 +86,10 @@ def make_sample(task: str, length: int, depth: float, seed: int, count: Count) -
         raise ValueError(f"depth must be 0 to 1, got {depth}")
 
     def context(size: int) -> str:
-        # The same names at every size: a new stream of the same seed.
+        # A new generator with the same seed draws the same names for every size.
         return TASKS[task](random.Random(f"{task} {seed}"), size, depth)[0]
 
-    sizes = range(1, length + 1)  # a line or a word is a token at least
+    sizes = range(1, length + 1)  # a line or a word has at least one token
     fits = bisect_right(sizes, length, key=lambda size: count(context(size)))
     if not fits:
         raise ValueError(f"{task} does not fit into {length} tokens")
@@ -100,7 +101,7 @@ Parts = tuple[str, str, tuple[str, ...]]  # context, question, answers
 
 
 def _needles(rng: random.Random, size: int, depth: float, facts: list[str]) -> str:
-    """Lines of noise with facts among them, the first one at `depth`, the others anywhere."""
+    """Lines of noise with facts among them: the first at `depth`, the others at random lines."""
     lines = [rng.choice(NOISE) for _ in range(size)]
     places = [min(size, round(depth * size))]
     places += [rng.randrange(size + 1) for _ in facts[1:]]
@@ -163,7 +164,7 @@ def _vt(rng: random.Random, size: int, depth: float) -> Parts:
     number = _number(rng)
     facts = [f"Set {names[0]} to {number}."]
     facts += [f"Set {new} to what {old} is." for old, new in pairwise(names)]
-    # In order: a name is set after the one that it is set to.
+    # In order, so that each name is defined before another name is set to it.
     lines = [rng.choice(NOISE) for _ in range(size)]
     first = round(depth * size)
     places = sorted([first, *[rng.randrange(min(first, size), size + 1) for _ in facts[1:]]])

@@ -1,9 +1,9 @@
-"""The ruler: what a model's cache, weights and arithmetic come to, exactly. Imports no jax.
+"""The ledger: exact bytes of a model's cache and weights, and its multiply-adds. It needs no JAX.
 
 model = preset("llama-2-7b")                     # or load_config(path)
 ledger = CacheLedger.of(model, "bf16")
 ledger.sequence_bytes(32_768)                    # 16 GiB
-ledger.crossing_context(weight_bytes(model))     # 25,697 tokens take as much as the weights
+ledger.crossing_context(weight_bytes(model))     # at 25,697 tokens: as much as the weights
 """
 
 from jaxkv.ledger.compute import Macs as Macs
@@ -15,10 +15,6 @@ from jaxkv.ledger.compute import simulate as simulate
 from jaxkv.ledger.config_json import load_config as load_config
 from jaxkv.ledger.config_json import model_from_config as model_from_config
 from jaxkv.ledger.errors import LedgerError as LedgerError
-from jaxkv.ledger.formats import FORMATS as FORMATS
-from jaxkv.ledger.formats import KIVI as KIVI
-from jaxkv.ledger.formats import split_choices as split_choices
-from jaxkv.ledger.memory import PAGE_SIZES as PAGE_SIZES
 from jaxkv.ledger.memory import WEIGHT_BITS as WEIGHT_BITS
 from jaxkv.ledger.memory import CacheLedger as CacheLedger
 from jaxkv.ledger.memory import step_seconds as step_seconds

@@ -1,16 +1,16 @@
-"""How much a model multiplies: in a prefill, in decoding with a cache, and without one.
+"""The multiply-adds of a model: in a prefill, in decoding with a cache, and without a cache.
 
-The unit is a *multiply-add* (MAC), two floating-point operations. Counted are matrices: projections
-and MLPs (`linear`), scores and values (`attention`), logits (`head`); not norms, softmax and RoPE.
+A *multiply-add* (MAC) is two floating-point operations. Matrix products count: projections and MLPs
+(`linear`), scores and sums of values (`attention`), logits (`head`). Norms, softmax and RoPE do not
+count. A prefill computes logits only for its last token.
 
-    seen(p)       tokens that the one at position p sees: p + 1, or what its window or chunk has
+    seen(p)       tokens that the token at position p sees: p + 1, or those of its window or chunk
     one token     linear + sum over layers of seen(p) * (H D + H D')
     with cache    each step computes one token
-    without       each step computes all tokens again: of n steps, the j-th computes j tokens
+    without       each step computes all tokens again: step j of n computes j tokens
 
-so that attention takes n^2 / 2 pairs with a cache and n^3 / 6 without, and a step's own share grows
-with n instead of n^2. `simulate` counts the same by running the loops. A prefill gives logits of
-its last token alone.
+So attention takes n^2 / 2 pairs with a cache and n^3 / 6 without, and the cost of one step grows
+with n instead of n^2. `simulate` counts the same by running the loops.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jaxkv.ledger.shapes import Model, Span, State
 
 @dataclass(frozen=True, kw_only=True)
 class Macs:
-    """Multiply-adds by what they are for."""
+    """Multiply-adds by their purpose; see the module."""
 
     linear: int = 0
     attention: int = 0
@@ -31,12 +31,12 @@ class Macs:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all."""
         return self.linear + self.attention + self.head
 
     @property
     def attention_share(self) -> float:
-        """Attention's part of all."""
+        """The share of attention, 0 to 1."""
         return self.attention / self.total if self.total else 0.0
 
     def __add__(self, other: "Macs") -> "Macs":
@@ -48,10 +48,11 @@ class Macs:
 
 
 def prefill_macs(model: Model, num_tokens: int, cached: int = 0) -> Macs:
-    """Of the tokens of a prompt behind the first `cached` ones, and the logits of the last.
+    """Returns the multiply-adds of a prompt's tokens after the first `cached` ones, and of the
+    logits of its last token.
 
     Raises:
-      LedgerError: a number is less than none.
+      LedgerError: a number is negative.
     """
     check_least(0, num_tokens=num_tokens, cached=cached)
     if num_tokens <= cached:
@@ -68,10 +69,10 @@ def prefill_macs(model: Model, num_tokens: int, cached: int = 0) -> Macs:
 
 
 def decode_macs(model: Model, num_tokens: int) -> Macs:
-    """Of a step that computes the token behind `num_tokens` cached ones.
+    """Returns the multiply-adds of a step that computes one token after `num_tokens` cached ones.
 
     Raises:
-      LedgerError: they are less than none.
+      LedgerError: the number is negative.
     """
     check_least(0, num_tokens=num_tokens)
     return Macs(
@@ -82,25 +83,25 @@ def decode_macs(model: Model, num_tokens: int) -> Macs:
 
 
 def generation_macs(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
-    """Of drawing `new` tokens behind a prompt, in closed form.
+    """Returns the multiply-adds of drawing `new` tokens after a prompt, in closed form.
 
-    The first comes of the prompt's prefill. With the cache each further one takes a step of one
-    token; without, a prefill of all tokens before it.
+    The prefill of the prompt gives the first token. With a cache, each further token takes a step
+    that computes one token; without a cache, a prefill of all tokens before it.
 
     Args:
-      model: that computes.
-      prompt: tokens, at least 1.
-      new: tokens, at least 1.
-      cache: whether there is one.
+      model: the model.
+      prompt: tokens of the prompt, at least 1.
+      new: tokens to draw, at least 1.
+      cache: whether there is a cache.
 
     Raises:
       LedgerError: there is no token.
     """
     check_least(1, prompt=prompt, new=new)
     per_token = model.token_macs
-    end = prompt + new  # lengths prompt .. end - 1 are computed, or grown to
+    end = prompt + new  # the steps have prompt to end - 1 tokens
     if cache:
-        behind = Macs(
+        decoding = Macs(
             linear=(new - 1) * per_token,
             attention=sum(
                 pair * (_pairs(span, end - 1) - _pairs(span, prompt))
@@ -108,7 +109,7 @@ def generation_macs(model: Model, prompt: int, new: int, *, cache: bool) -> Macs
             ),
             head=(new - 1) * model.head_weights,
         )
-        return prefill_macs(model, prompt) + behind
+        return prefill_macs(model, prompt) + decoding
     return Macs(
         linear=per_token * (comb(end, 2) - comb(prompt, 2)),
         attention=sum(
@@ -120,10 +121,10 @@ def generation_macs(model: Model, prompt: int, new: int, *, cache: bool) -> Macs
 
 
 def simulate(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
-    """The same as `generation_macs`, counted by running the loops over steps, tokens and layers.
+    """Returns the same as `generation_macs`, by running the loops over steps, tokens and layers.
 
     Raises:
-      LedgerError: see there.
+      LedgerError: there is no token.
     """
     check_least(1, prompt=prompt, new=new)
     linear = attention = head = 0
@@ -147,10 +148,10 @@ def simulate(model: Model, prompt: int, new: int, *, cache: bool) -> Macs:
 def arithmetic_intensity(
     ledger: CacheLedger, *, num_tokens: int, batch: int = 1, weights: str = "bf16"
 ) -> float:
-    """Floating-point operations of a decode step for each byte that it reads.
+    """Returns the floating-point operations of a decode step per byte that it reads.
 
     Raises:
-      LedgerError: a number is none.
+      LedgerError: a number is out of range.
     """
     check_least(1, batch=batch)
     flops = 2 * batch * decode_macs(ledger.model, num_tokens).total
@@ -159,7 +160,7 @@ def arithmetic_intensity(
 
 
 def _seen(span: Span, position: int) -> range:
-    """Positions that the token at a position sees."""
+    """Returns the positions that the token at a position sees."""
     first = 0
     if span.window is not None:
         first = max(0, position - span.window + 1)
@@ -169,7 +170,7 @@ def _seen(span: Span, position: int) -> range:
 
 
 def _pairs(span: Span, n: int) -> int:
-    """Pairs of a token and one that it sees, among n tokens: the sum of `seen(p)` for p < n."""
+    """Returns the sum of `seen(p)` for p < n: pairs of a token and one that it sees."""
     if span.window is not None:
         inside = min(n, span.window)
         return comb(inside + 1, 2) + (n - inside) * span.window
@@ -180,7 +181,7 @@ def _pairs(span: Span, n: int) -> int:
 
 
 def _summed_pairs(span: Span, n: int) -> int:
-    """The sum of `_pairs(t)` for t < n."""
+    """Returns the sum of `_pairs(t)` for t < n."""
     if span.window is not None:
         W = span.window
         inside = min(n, W + 1)

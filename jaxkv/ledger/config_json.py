@@ -1,7 +1,7 @@
 """A Hugging Face `config.json` as a `Model`: its layers, what each keeps, and its parameters.
 
-A `model_type` that `families` does not know is read by its keys, with a note that says so.
-Text alone counts: a vision or audio tower is left out, with a note. Not here: presets (`presets`).
+A `model_type` that `families` does not know is read by its keys, with a note that says so. Only the
+text model counts: a vision or audio tower is left out, with a note.
 """
 
 import json
@@ -12,17 +12,18 @@ from typing import Any
 
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.families import FAMILIES, Family, guess
-from jaxkv.ledger.keys import HARMLESS, OUTER, Keys, printable, shortened
+from jaxkv.ledger.keys import HARMLESS, OUTER, Keys
 from jaxkv.ledger.mixers import read_layers
 from jaxkv.ledger.shapes import Model
+from jaxkv.printable import printable, shortened
 
 
 def load_config(path: Path) -> Model:
-    """Reads a `config.json`, or the one in a folder; the model is named for its folder.
+    """Reads a `config.json`, or the one in a folder. The model is named after its folder.
 
     Raises:
-      LedgerError: it is no JSON object, or what `model_from_config` refuses.
-      OSError: it cannot be read.
+      LedgerError: the file is not a JSON object, or `model_from_config` refuses it.
+      OSError: the file cannot be read.
     """
     path = path / "config.json" if path.is_dir() else path
     where = printable(str(path))
@@ -34,7 +35,7 @@ def load_config(path: Path) -> Model:
         reason = str(error).partition("\n")[0]
         raise LedgerError(f"{where}: is not JSON: {reason}") from None
     if not isinstance(raw, dict):
-        raise LedgerError(f"{where}: is no JSON object")
+        raise LedgerError(f"{where}: is not a JSON object")
     parent = path.resolve().parent.name
     return model_from_config(raw, name=parent or where, where=where)
 
@@ -42,17 +43,17 @@ def load_config(path: Path) -> Model:
 def model_from_config(
     raw: Mapping[str, Any], *, name: str, where: str = "config.json", source: str = ""
 ) -> Model:
-    """Reads the parsed JSON object.
+    """Makes a model from a parsed `config.json`.
 
     Args:
-      raw: the object.
-      name: of the model.
-      where: what error messages start with.
-      source: of the numbers.
+      raw: the JSON object.
+      name: name of the model.
+      where: text that error messages start with.
+      source: where the numbers are from.
 
     Raises:
-      LedgerError: a key is missing, contradicts another one, or may change the memory in a way that
-        is not known here.
+      LedgerError: a key is missing, contradicts another key, or is unknown and may change the
+        memory.
     """
     name, where = printable(name), printable(where)
     text = raw.get("text_config")
@@ -63,7 +64,7 @@ def model_from_config(
             text = {"tie_word_embeddings": raw["tie_word_embeddings"], **text}
         notes += outer.finish(OUTER)
         if set(raw) & {"vision_config", "audio_config"}:
-            notes.append("the text model alone; its vision and audio towers are not counted")
+            notes.append("only the text model; its vision and audio towers are not counted")
         raw = text
     keys = Keys(raw, where)
     model_type = keys.text("model_type")
@@ -83,14 +84,14 @@ def model_from_config(
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a file, in which no key has two values.
+    """Returns an object of the file.
 
     Raises:
-      LedgerError: one has.
+      LedgerError: a key is there twice, with different values.
     """
     found = dict(pairs)
     for key, value in pairs:
-        if value != found[key] and value == value:  # but for NaN
+        if value != found[key] and value == value:  # NaN differs from itself
             raise LedgerError(f"{shortened(key)} is there twice, with different values")
     return found
 
@@ -100,7 +101,7 @@ def _model(keys: Keys, family: Family, name: str, source: str) -> Model:
     vocab = keys.integer("vocab_size")
     count = keys.integer("num_hidden_layers", "n_layer")
     if count > 10_000:
-        raise keys.error("num_hidden_layers", count, "is more layers than any model has")
+        raise keys.error("num_hidden_layers", "is more layers than any model has")
     positions = keys.integer_or_none(
         "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"
     )
@@ -132,7 +133,8 @@ def _model(keys: Keys, family: Family, name: str, source: str) -> Model:
 
 
 def _per_layer_inputs(keys: Keys, width: int, count: int) -> tuple[int, int]:
-    """Gemma 3n's tables outside of layers: an embedding for each layer, and AltUp's projections."""
+    """Returns the entries of Gemma 3n's tables outside of the layers, an embedding for each layer
+    and AltUp's projections, and the size of a norm."""
     dim = keys.integer("hidden_size_per_layer_input")
     vocab = keys.integer("vocab_size_per_layer_input")
     copies = keys.integer("altup_num_inputs")

@@ -1,4 +1,7 @@
-"""The one exception a user of the ledger meets."""
+"""The one exception that a user of the ledger meets."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from jaxkv.errors import JaxkvError
 
@@ -10,8 +13,17 @@ class LedgerError(JaxkvError):
     """
 
 
+@contextmanager
+def as_ledger_error() -> Iterator[None]:
+    """Raises a ValueError of `jaxkv.kv_format` as a LedgerError."""
+    try:
+        yield
+    except ValueError as error:
+        raise LedgerError(str(error)) from None
+
+
 def check_least(least: float, **numbers: float) -> None:
-    """Raises LedgerError where an argument, given by its name, is less than the least there is."""
+    """Raises LedgerError if an argument, given by its name, is smaller than `least` or NaN."""
     for name, value in numbers.items():
-        if not value >= least:  # nor NaN
+        if not value >= least:
             raise LedgerError(f"{name} = {value} must be at least {least}")

@@ -1,13 +1,14 @@
-"""What the `model_type` of a config says beyond its keys: a row of a table each.
+"""What the `model_type` of a config says beyond its keys: one row of a table per family.
 
-Sources: the configuration and modelling files of transformers of that name. Not here: how layers
-are read (`mixers`, `mlps`, `layer_kinds`).
+The sources are the configuration and modelling files of that name in transformers. `mixers`, `mlps`
+and `layer_kinds` read the layers.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxkv.config_keys import SIZES
 from jaxkv.ledger import layer_kinds, mlps
 from jaxkv.ledger.keys import Keys
 
@@ -17,18 +18,21 @@ class Family:
     """How a `model_type` differs from Llama.
 
     Attributes:
-      defaults: of keys that its files may leave out; taken with a note.
-      tied: of a config that does not say.
-      qkv_bias, o_bias: whether there are such biases; None takes it from `attention_bias`.
-      norms: of width E a layer; with `norm_bias` they have biases.
-      qk_norm: norms of D on q and on k.
-      output_gate: q's projection makes a gate of the same size.
-      sinks: a logit a head.
-      kinds: of each layer, of a config without `layer_types`.
-      mlp: reads the MLP of each layer.
-      latent: it has MLA.
-      learned_positions, head_bias: there are such parameters.
-      per_layer_inputs: Gemma 3n's further tables.
+      defaults: values of keys that its files may leave out; each one used becomes a note.
+      tied: whether embedding and head are tied if the config does not say.
+      qkv_bias: whether q, k and v have biases; None takes `attention_bias`.
+      o_bias: whether the output projection has a bias; None takes `attention_bias`.
+      norms: number of norms of width E per layer.
+      norm_bias: whether these norms have biases.
+      qk_norm: whether q and k have norms of width D.
+      output_gate: whether the projection of q also makes a gate of the same size.
+      sinks: whether each query head has a sink logit.
+      kinds: rule for the kind of each layer if the config has no `layer_types`.
+      mlp: reader of the MLP of each layer.
+      latent: whether attention is multi-head latent attention.
+      learned_positions: whether there is a table of positions.
+      head_bias: whether the head has a bias.
+      per_layer_inputs: whether there are Gemma 3n's further tables.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -49,20 +53,9 @@ class Family:
 
 
 _GEMMA = {"head_dim": 256}
-_GEMMA3 = {
-    "head_dim": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 262_208,
-    "sliding_window": 4096,
-    "max_position_embeddings": 131_072,
-}
+_MISTRAL = Family(defaults=SIZES["mistral"], kinds=layer_kinds.windowed)
 
-_MISTRAL = Family(
-    defaults={"num_key_value_heads": 8, "sliding_window": 4096}, kinds=layer_kinds.windowed
-)
-
-FAMILIES: dict[str, Family] = {
+FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "smollm3": Family(tied=True, kinds=layer_kinds.smollm3),
     "mistral": _MISTRAL,
@@ -70,9 +63,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         defaults={"num_key_value_heads": 8}, kinds=layer_kinds.windowed, mlp=mlps.mixtral
     ),
-    "qwen2": Family(
-        defaults={"num_key_value_heads": 32}, qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen
-    ),
+    "qwen2": Family(defaults=SIZES["qwen2"], qkv_bias=True, o_bias=False, kinds=layer_kinds.qwen),
     "qwen2_moe": Family(
         defaults={"shared_expert_intermediate_size": 5632},
         qkv_bias=True,
@@ -80,9 +71,7 @@ FAMILIES: dict[str, Family] = {
         kinds=layer_kinds.qwen,
         mlp=mlps.qwen_moe,
     ),
-    "qwen3": Family(
-        defaults={"head_dim": 128, "num_key_value_heads": 32}, qk_norm=True, kinds=layer_kinds.qwen
-    ),
+    "qwen3": Family(defaults=SIZES["qwen3"], qk_norm=True, kinds=layer_kinds.qwen),
     "qwen3_moe": Family(
         defaults={"num_key_value_heads": 4},
         qk_norm=True,
@@ -97,14 +86,13 @@ FAMILIES: dict[str, Family] = {
         mlp=mlps.qwen_moe,
     ),
     "gemma": Family(defaults=_GEMMA, tied=True),
-    "gemma2": Family(
-        defaults=_GEMMA | {"num_key_value_heads": 4, "sliding_window": 4096},
+    "gemma2": Family(defaults=SIZES["gemma2"], tied=True, norms=4, kinds=layer_kinds.alternating),
+    "gemma3_text": Family(
+        defaults=SIZES["gemma3_text"],
         tied=True,
         norms=4,
-        kinds=layer_kinds.alternating,
-    ),
-    "gemma3_text": Family(
-        defaults=_GEMMA3, tied=True, norms=4, qk_norm=True, kinds=layer_kinds.patterned(6)
+        qk_norm=True,
+        kinds=layer_kinds.patterned(6),
     ),
     "gemma3n_text": Family(
         defaults=_GEMMA,
@@ -163,7 +151,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def guess(keys: Keys) -> Family:
-    """The family of a config whose `model_type` is not known, by the keys that it has."""
+    """Returns a family for a config with an unknown `model_type`, by the keys that it has."""
     rules = {
         "attn_type_list": layer_kinds.minimax,
         "full_attention_interval": layer_kinds.every_fourth_full,

@@ -1,70 +1,48 @@
-"""What a model's cache and weights take, in bytes, exactly.
+"""The bytes that a model's cache and weights take, exactly.
 
-    cache of a sequence   whole pages of every layer, parameters of formats and bfloat16 pages of
-                          exact tokens included, and the constant states; what lies behind a window
-                          is gone, a chunk counts as a full one
-    a token               what its K and V take in every layer, a page's parameters shared evenly
-    a device's share      query heads are split evenly, KV heads where they divide, or else they
-                          are repeated; a latent is on each
+    cache of a sequence   whole pages of every layer, with the parameters of the format and the
+                          bfloat16 pages of exact tokens, and the constant states. Pages before a
+                          window are freed; a chunk counts as a full one.
+    a token               the bytes of its K and V in all layers, with an even share of the
+                          parameters of its page
+    a device's share      query heads are split evenly. KV heads are split if they divide, else
+                          repeated. A latent is on every device.
 
-It equals the `nbytes` of the arrays that `jaxkv.cache` makes (`tests/ledger/test_memory.py`).
-Not counted: page tables (4 bytes a page), activations, what a framework takes for itself.
+The bytes equal the `nbytes` of the arrays that `jaxkv.cache` makes (`tests/ledger/test_memory.py`).
+Page tables (4 bytes per page), activations and the memory of the framework do not count.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from jaxkv.ledger.errors import LedgerError, check_least
-from jaxkv.ledger.formats import BF16, Format, choose_formats, get_format, preferred_page_size
-from jaxkv.ledger.shapes import Heads, Latent, Layer, Mlp, Model, Shared, Span, State
+from jaxkv.kept_pages import num_kept_pages
+from jaxkv.kv_format import (
+    FORMATS,
+    PAGE_SIZES,
+    FormatSpec,
+    formats_by_layer,
+    preferred_page_size,
+)
+from jaxkv.ledger.errors import LedgerError, as_ledger_error, check_least
+from jaxkv.ledger.shapes import Heads, Latent, Model, Shared, Span, State
 from jaxkv.ledger.units import MOST_TOKENS
 
-PAGE_SIZES = range(1, 1025)
-STATE_BYTES, CONV_BYTES = 4, 2  # of a number: states are float32, convolutions bfloat16
+STATE_BYTES, CONV_BYTES = 4, 2  # bytes per number: states are float32, convolutions bfloat16
 
-# Bits of a weight. The blocks of 32 of mxfp4 have a scale of 8 bits, those of nvfp4, 16, too.
+# Bits per weight. The blocks of 32 of mxfp4 have a scale of 8 bits; nvfp4 has 8 bits per 16.
 WEIGHT_BITS = {"f32": 32, "bf16": 16, "f16": 16, "fp8": 8, "int8": 8, "mxfp4": 4.25, "int4": 4}
 
 
-class SpecLayer(Protocol):
-    """A layer of a `jaxkv.cache.CacheSpec`."""
-
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def window(self) -> int | None: ...
-
-
-class NamedFormat(Protocol):
-    """A format of one."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class Spec(Protocol):
-    """A `jaxkv.cache.CacheSpec`, which the ledger does not import."""
-
-    @property
-    def layers(self) -> Sequence[SpecLayer]: ...
-    @property
-    def formats(self) -> Sequence[NamedFormat]: ...
-    @property
-    def page_size(self) -> int: ...
-
-
 class Pages(NamedTuple):
-    """Pages of one layer, or the bfloat16 ones beside its codes.
+    """The pages of one layer in its format, or its bfloat16 pages of exact tokens.
 
     Attributes:
-      span: the tokens that are kept.
-      sink_pages: pages at the beginning that are kept, too.
-      exact: they are the ones beside codes.
+      span: which tokens are kept.
+      sink_pages: number of first pages that are kept, too.
+      exact: whether these are the pages of exact tokens.
       bytes_per_page: on one device.
     """
 
@@ -74,29 +52,31 @@ class Pages(NamedTuple):
     bytes_per_page: int
 
     def kept(self, num_tokens: int, page_size: int) -> int:
-        """Pages that a sequence holds when its next token is awaited; of a chunk, at most."""
-        end = -(-num_tokens // page_size)
+        """Returns the number of pages that a sequence holds before its next token; for chunks, the
+        largest number."""
         if self.span.chunk is not None:
-            return min(end, -(-self.span.chunk // page_size))
-        if self.span.window is None:
-            return end
-        first = max(0, num_tokens - self.span.window + 1) // page_size
-        return end - first + min(first, self.sink_pages)
+            num_tokens = min(num_tokens, self.span.chunk)
+        return num_kept_pages(num_tokens, self.span.window, self.sink_pages, page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLedger:
     """The cache of a model in some formats.
 
+    Example:
+
+        ledger = CacheLedger.of(preset("llama-2-7b"), "int8", devices=2)
+        ledger.sequence_bytes(32_768)
+
     Attributes:
-      model: whose cache it is.
-      formats: of each layer.
-      page_size: P.
-      devices: that each hold a share; figures are of one of them.
+      model: the model.
+      formats: the format of each layer.
+      page_size: P, tokens per page.
+      devices: devices that share the cache. All figures are for one of them.
     """
 
     model: Model
-    formats: tuple[Format, ...]
+    formats: tuple[FormatSpec, ...]
     page_size: int
     devices: int = 1
 
@@ -109,19 +89,21 @@ class CacheLedger:
         page_size: int | None = None,
         devices: int = 1,
     ) -> "CacheLedger":
-        """The ledger of a model.
+        """Makes the ledger of a model.
 
         Args:
-          model: whose cache it is.
-          kv_format: a format, or a choice by layer (`formats.choose_formats`).
-          page_size: P; None takes what suits the format.
-          devices: of a tensor-parallel split.
+          model: the model.
+          kv_format: a format, or a choice of formats by layer (`jaxkv.kv_format`). A layer with
+            chunks counts as a layer with a window.
+          page_size: P, tokens per page; None takes the size that suits the formats.
+          devices: number of devices of a tensor-parallel split.
 
         Raises:
-          LedgerError: a format, page size or split that does not fit the model.
+          LedgerError: a format, page size or split does not exist or does not fit the model.
         """
-        formats = choose_formats(kv_format, [layer.slides for layer in model.layers])
-        size = preferred_page_size(formats) if page_size is None else page_size
+        with as_ledger_error():
+            formats = formats_by_layer(kv_format, [layer.slides for layer in model.layers])
+            size = preferred_page_size(kv_format) if page_size is None else page_size
         if size not in PAGE_SIZES:
             raise LedgerError(f"page size {size}: must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
         if not 1 <= devices <= 1 << 20:
@@ -132,36 +114,12 @@ class CacheLedger:
                     f"{mixer.query_heads} query heads do not split over {devices} devices"
                 )
         ledger = cls(model=model, formats=formats, page_size=size, devices=devices)
-        _ = ledger.pages, ledger.state_bytes  # what does not fit is refused here
+        _ = ledger.pages, ledger.state_bytes  # raise for what does not fit the model
         return ledger
-
-    @classmethod
-    def of_spec(cls, spec: Spec, name: str = "spec") -> "CacheLedger":
-        """The ledger of a `jaxkv.cache.CacheSpec`, of which the layers' mixers alone are known."""
-        layers = tuple(
-            Layer(
-                mixer=Heads(
-                    query_heads=one.kv_heads,
-                    kv_heads=one.kv_heads,
-                    key_dim=one.head_dim,
-                    value_dim=one.head_dim,
-                    span=Span(window=one.window),
-                ),
-                mixer_weights=0,
-                vectors=0,
-                mlp=Mlp(weights=0),
-            )
-            for one in spec.layers
-        )
-        model = Model(
-            name=name, width=0, layers=layers, embedding=0, head_weights=0, tied=True, vectors=0
-        )
-        formats = tuple(get_format(one.name) for one in spec.formats)
-        return cls(model=model, formats=formats, page_size=spec.page_size)
 
     @cached_property
     def pages(self) -> tuple[Pages, ...]:
-        """The pages of each layer that has some, and behind them the exact ones."""
+        """The pages of each layer that has some, then the pages of exact tokens."""
         own, exact = [], []
         for layer, kv_format in zip(self.model.layers, self.formats, strict=True):
             if isinstance(layer.mixer, Shared | State):
@@ -169,14 +127,14 @@ class CacheLedger:
             span = layer.mixer.span
             own.append(Pages(span, 0, False, self._page_bytes(layer.mixer, kv_format)))
             if (kept := kv_format.exact) is not None:
-                size = self._page_bytes(layer.mixer, BF16)
+                size = self._page_bytes(layer.mixer, FORMATS["bf16"])
                 exact.append(Pages(Span(window=kept.recent + 1), kept.sink_pages, True, size))
         return (*own, *exact)
 
     @property
     def bytes_per_token(self) -> int | float:
-        """Bytes that a token takes in all layers, a page's parameters shared evenly; without the
-        exact pages, of which a sequence has a few, and states."""
+        """Bytes of a token in all layers, with an even share of the parameters of its page. Pages
+        of exact tokens, of which a sequence has a few, and states do not count."""
         whole, rest = divmod(
             sum(one.bytes_per_page for one in self.pages if not one.exact), self.page_size
         )
@@ -184,7 +142,7 @@ class CacheLedger:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's constant states."""
+        """Bytes of the constant states of one sequence."""
         total = 0
         for layer in self.model.layers:
             if isinstance(state := layer.mixer, State):
@@ -198,7 +156,7 @@ class CacheLedger:
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes that there are once, whatever the sequences: static scales."""
+        """Bytes that do not depend on the sequences: the scales of static formats."""
         return sum(
             kv_format.head_bytes * 2 * layer.mixer.kv_heads_of(self.devices)
             for layer, kv_format in zip(self.model.layers, self.formats, strict=True)
@@ -206,10 +164,10 @@ class CacheLedger:
         )
 
     def sequence_bytes(self, num_tokens: int) -> int:
-        """Bytes of a sequence of so many tokens, when its next token is awaited.
+        """Returns the bytes of a sequence of `num_tokens` tokens, before its next token.
 
         Raises:
-          LedgerError: they are less than none.
+          LedgerError: the number of tokens is negative.
         """
         check_least(0, num_tokens=num_tokens)
         return self.state_bytes + sum(
@@ -218,8 +176,10 @@ class CacheLedger:
         )
 
     def most_bytes(self, num_tokens: int) -> int:
-        """The most that a sequence holds while it grows to so many tokens: a window's first page
-        goes when all its tokens are behind, so that a longer sequence may hold a page less.
+        """Returns the most bytes that a sequence holds while it grows to `num_tokens` tokens.
+
+        The first page of a window is freed when the window has moved past all its tokens, so a
+        longer sequence may hold one page less.
 
         Raises:
           LedgerError: there is no token.
@@ -230,14 +190,14 @@ class CacheLedger:
         return max(map(self.sequence_bytes, lengths if slides else lengths[-1:]))
 
     def pool_bytes(self, num_pages: Sequence[int]) -> int:
-        """Bytes of the arrays of pools of so many pages, the null pages included.
+        """Returns the bytes of the page arrays, null pages included.
 
         Args:
-          num_pages: N of each layer group: layers that keep the same tokens, in order of first
-            appearance, and the exact pages of those behind them.
+          num_pages: N of each layer group. A group is all layers that keep the same tokens; groups
+            are in order of first appearance, and those of exact tokens come last.
 
         Raises:
-          LedgerError: there are more groups, or fewer.
+          LedgerError: the cache has another number of groups.
         """
         groups: dict[tuple[Span, int, bool], int] = {}
         for one in self.pages:
@@ -249,8 +209,10 @@ class CacheLedger:
         return self.constant_bytes + sum(n * size for n, size in sizes)
 
     def largest_context(self, num_bytes: int, batch: int = 1) -> int | None:
-        """Tokens of the longest of `batch` equal sequences that fit: 0 where not even a page does,
-        None where all do, up to 2^40 tokens, since what is kept stops growing.
+        """Returns the most tokens per sequence with which `batch` equal sequences fit.
+
+        It is 0 if not even one page per sequence fits. It is None if every length up to 2^40 tokens
+        fits, which happens when all layers have windows.
 
         Raises:
           LedgerError: there is no sequence.
@@ -261,7 +223,7 @@ class CacheLedger:
         return None if found == MOST_TOKENS else found
 
     def largest_batch(self, num_bytes: int, num_tokens: int) -> int:
-        """How many sequences of so many tokens fit.
+        """Returns how many sequences of `num_tokens` tokens fit.
 
         Raises:
           LedgerError: there is no token.
@@ -269,9 +231,8 @@ class CacheLedger:
         return max(0, num_bytes - self.constant_bytes) // max(1, self.most_bytes(num_tokens))
 
     def crossing_context(self, num_bytes: int, batch: int = 1) -> int | None:
-        """The first length at which `batch` sequences take at least so many bytes, as the weights.
-
-        None where they never do, which is at 2^40 tokens.
+        """Returns the first length at which `batch` sequences take at least `num_bytes` bytes, for
+        example those of the weights; None if they take less at 2^40 tokens.
 
         Raises:
           LedgerError: there is no sequence.
@@ -283,48 +244,49 @@ class CacheLedger:
 
     @cached_property
     def _distinct(self) -> tuple[tuple[Pages, int], ...]:
-        """Pages that are alike, and how many layers have them."""
+        """The different pages, and how many layers have each."""
         counts: dict[Pages, int] = {}
         for one in self.pages:
             counts[one] = counts.get(one, 0) + 1
         return tuple(counts.items())
 
-    def _page_bytes(self, mixer: Heads | Latent, kv_format: Format) -> int:
+    def _page_bytes(self, mixer: Heads | Latent, kv_format: FormatSpec) -> int:
         P = self.page_size
-        if isinstance(mixer, Heads):
-            a_head = kv_format.k_page_bytes(P, mixer.key_dim)
-            a_head += kv_format.v_page_bytes(P, mixer.value_dim)
-            return mixer.kv_heads_of(self.devices) * a_head
-        if kv_format.by_channel or kv_format.head_bytes:
-            raise LedgerError(
-                f"{kv_format.name}: is for K and V by head, and {self.model.name} keeps latents"
-            )
-        return kv_format.k_page_bytes(P, mixer.rank + mixer.rope_dim)
+        with as_ledger_error():
+            if isinstance(mixer, Heads):
+                per_head = kv_format.k_page_bytes(P, mixer.key_dim)
+                per_head += kv_format.v_page_bytes(P, mixer.value_dim)
+                return mixer.kv_heads_of(self.devices) * per_head
+            if kv_format.kind in ("channel", "static"):
+                raise LedgerError(
+                    f"{kv_format.name}: needs K and V by head, but {self.model.name} keeps latents"
+                )
+            return kv_format.k_page_bytes(P, mixer.rank + mixer.rope_dim)
 
 
 def weight_bytes(model: Model, weights: str = "bf16", devices: int = 1) -> int:
-    """Bytes of the parameters, each device holding an even share.
+    """Returns the bytes of a model's parameters on one device.
 
     Args:
-      model: whose they are.
-      weights: how they are stored, of `WEIGHT_BITS`.
-      devices: of a tensor-parallel split.
+      model: the model.
+      weights: how they are stored: a name from `WEIGHT_BITS`.
+      devices: number of devices of a tensor-parallel split; each holds an even share.
 
     Raises:
-      LedgerError: they are not stored so, or there is no device.
+      LedgerError: there is no such way to store weights, or no device.
     """
     check_least(1, devices=devices)
     return _bytes_of(-(-model.parameters // devices), weights)
 
 
 def step_weight_bytes(model: Model, weights: str = "bf16", *, batch: int = 1) -> int:
-    """Bytes of the parameters that a decode step reads, the embedding's rows left out.
+    """Returns the bytes of the parameters that a decode step reads, without the embedding's rows.
 
-    Of routed experts those that any of `batch` tokens chose, at random and evenly: of n experts and
-    k a token, n (1 - (1 - k / n)^batch) are expected.
+    Routed experts count if at least one of the `batch` tokens chose them, at random and evenly: of
+    n experts and k per token, n (1 - (1 - k / n)^batch) are expected.
 
     Raises:
-      LedgerError: they are not stored so, or there is no sequence.
+      LedgerError: there is no such way to store weights, or no sequence.
     """
     check_least(1, batch=batch)
     read = float(model.head_weights + model.vectors)
@@ -340,17 +302,18 @@ def step_weight_bytes(model: Model, weights: str = "bf16", *, batch: int = 1) ->
 def step_seconds(
     ledger: CacheLedger, bandwidth: float, *, num_tokens: int, batch: int = 1, weights: str = "bf16"
 ) -> float:
-    """Time that a decode step cannot be shorter than: its bytes over the memory's bandwidth.
+    """Returns a lower bound of the time of a decode step, in seconds: the bytes that it reads,
+    divided by the memory bandwidth.
 
     Args:
-      ledger: of the cache; its devices work at once.
-      bandwidth: of each device, bytes a second.
-      num_tokens: of each sequence.
-      batch: sequences.
-      weights: how they are stored.
+      ledger: the cache; its devices work at the same time.
+      bandwidth: of each device, in bytes per second.
+      num_tokens: tokens of each sequence.
+      batch: number of sequences.
+      weights: how they are stored: a name from `WEIGHT_BITS`.
 
     Raises:
-      LedgerError: a number is none.
+      LedgerError: a number is out of range.
     """
     if not bandwidth > 0:
         raise LedgerError(f"bandwidth = {bandwidth} must be above 0")

@@ -1,19 +1,20 @@
 """How the layers of a config see other tokens: heads, latents, constant states, shared K and V.
 
-Not here: MLPs (`mlps`), which layer is of which kind (`layer_kinds`).
+`layer_kinds` says which layer is of which kind, and `mlps` reads the MLPs.
 """
 
 from typing import NamedTuple
 
+from jaxkv.config_keys import FULL, SLIDING
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.families import Family
 from jaxkv.ledger.keys import Keys
-from jaxkv.ledger.layer_kinds import CHUNKED, FULL, LINEAR, SLIDING, layer_kinds, shared_sources
+from jaxkv.ledger.layer_kinds import CHUNKED, LINEAR, layer_kinds, shared_sources
 from jaxkv.ledger.shapes import ALL, Heads, Latent, Layer, Mixer, Shared, Span, State
 
 
 class Sized(NamedTuple):
-    """A mixer, the entries of its projections, and those of its norms and biases."""
+    """A mixer, with the number of entries of its projections, and of its norms and biases."""
 
     mixer: Mixer
     weights: int
@@ -21,10 +22,10 @@ class Sized(NamedTuple):
 
 
 def read_layers(keys: Keys, family: Family, width: int, count: int) -> tuple[Layer, ...]:
-    """The layers of a config.
+    """Returns the layers of a config.
 
     Raises:
-      LedgerError: keys are missing, contradict each other, or have a value that is not known.
+      LedgerError: keys are missing, contradict each other, or have an unknown value.
     """
     kinds = layer_kinds(keys, family.kinds, count)
     sources = shared_sources(keys, kinds)
@@ -46,7 +47,9 @@ def _mixer(keys: Keys, family: Family, width: int, kind: str) -> Sized:
         if kind != FULL:
             names = filter(keys.given, ("layer_types", "sliding_window", "attention_chunk_size"))
             name = next(names, "kv_lora_rank")
-            raise LedgerError(f"{keys.where}: {name} asks for {kind}, which latents do not have")
+            raise LedgerError(
+                f"{keys.where}: {name} asks for {kind}, which latent attention does not have"
+            )
         return _latent(keys, width)
     span = ALL
     if kind == SLIDING:
@@ -58,7 +61,7 @@ def _mixer(keys: Keys, family: Family, width: int, kind: str) -> Sized:
 
 
 def _heads(keys: Keys, family: Family, width: int, span: Span) -> tuple[Heads, int, int]:
-    """Attention with K and V of its own; see `Sized`."""
+    """Reads attention with K and V of its own; see `Sized` for what is returned."""
     H = keys.integer("num_attention_heads", "n_head")
     K = _kv_heads(keys, H)
     D = keys.integer_or_none("head_dim")
@@ -82,11 +85,11 @@ def _kv_heads(keys: Keys, H: int) -> int:
     K = keys.integer_or_none("num_key_value_heads", "num_kv_heads", "n_head_kv")
     if keys.given("multi_query") and not keys.flag("new_decoder_architecture"):
         one = keys.flag("multi_query")
-        if K not in (None, 1 if one else H, H):  # Falcon's files have H beside multi_query
-            raise keys.error("multi_query", one, f"contradicts num_kv_heads = {K}")
+        if K not in (None, 1 if one else H, H):  # Falcon's files have multi_query and H
+            raise keys.error("multi_query", f"contradicts num_kv_heads = {K}")
         return 1 if one else H
     if K is None:
-        keys.note(f"num_key_value_heads is missing: taken as {H}, as of multi-head attention")
+        keys.note(f"num_key_value_heads is missing: taken as {H}, as in multi-head attention")
         K = H
     if H % K:
         raise LedgerError(
@@ -96,15 +99,15 @@ def _kv_heads(keys: Keys, H: int) -> int:
 
 
 def _latent(keys: Keys, width: int) -> Sized:
-    """Multi-head latent attention, as DeepSeek V2 has it."""
+    """Reads multi-head latent attention, as in DeepSeek V2."""
     H = keys.integer("num_attention_heads")
-    keys.integer_or_none("num_key_value_heads")  # in the files, and without a meaning
+    keys.integer_or_none("num_key_value_heads")  # in the files, without a meaning
     rank, rope = keys.integer("kv_lora_rank"), keys.integer("qk_rope_head_dim")
     nope, value = keys.integer("qk_nope_head_dim"), keys.integer("v_head_dim")
     head_dim = keys.integer_or_none("head_dim", "qk_head_dim")
     if head_dim not in (None, rope, nope + rope):
-        raise keys.error("head_dim", head_dim, f"is neither {rope} nor {nope + rope}")
-    q_rank = keys.integer_or_zero("q_lora_rank", missing="q is taken as projected at once")
+        raise keys.error("head_dim", f"is neither {rope} nor {nope + rope}", head_dim)
+    q_rank = keys.integer_or_zero("q_lora_rank", missing="q is taken as projected in one step")
     bias = keys.flag("attention_bias")
     weights = width * (rank + rope) + rank * H * (nope + value) + H * value * width
     vectors = rank + (rank + rope + width) * bias
@@ -118,7 +121,7 @@ def _latent(keys: Keys, width: int) -> Sized:
 
 
 def _linear(keys: Keys, heads: Heads, width: int) -> Sized:
-    """A constant state: of a gated delta net (Qwen3-Next), or of lightning attention (MiniMax)."""
+    """Reads a constant state: a gated delta net (Qwen3-Next) or lightning attention (MiniMax)."""
     if keys.given("attn_type_list"):
         H, D = heads.query_heads, heads.key_dim
         return Sized(State(heads=H, values=H * D * D, conv_values=0), 5 * width * H * D, H * D)
@@ -126,7 +129,7 @@ def _linear(keys: Keys, heads: Heads, width: int) -> Sized:
     dk, dv = keys.integer("linear_key_head_dim"), keys.integer("linear_value_head_dim")
     kernel = keys.integer("linear_conv_kernel_dim")
     if nv % nk:
-        raise keys.error("linear_num_value_heads", nv, f"is no multiple of {nk} key heads")
+        raise keys.error("linear_num_value_heads", f"is no multiple of {nk} key heads")
     conv = 2 * nk * dk + nv * dv
     weights = width * (2 * nk * dk + 3 * nv * dv + 2 * nv) + conv * kernel
     state = State(heads=nv, values=nv * dk * dv, conv_values=conv * (kernel - 1))

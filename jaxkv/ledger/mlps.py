@@ -1,6 +1,6 @@
-"""The MLPs of a config's layers: dense, or experts behind a router.
+"""The MLPs of a config's layers: dense, or routed experts.
 
-Each function takes the keys, E, and how many layers there are. Not here: mixers (`mixers`).
+Each reader takes the keys, E and the number of layers, and returns the MLP of each layer.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,14 @@ def _gated(width: int, inner: int) -> int:
 
 
 def dense(*, gated: bool = True, bias: bool | None = None) -> Reader:
-    """A reader of dense MLPs; `bias` None takes it from `mlp_bias`."""
+    """Returns a reader of dense MLPs; if `bias` is None, `mlp_bias` says whether they have one."""
 
     def read(keys: Keys, width: int, count: int) -> list[Mlp]:
         if gated:
             F = keys.integer("intermediate_size")
         else:
-            F = keys.integer(
-                "intermediate_size",
-                "n_inner",
-                "ffn_hidden_size",
-                default=4 * width,
-                because="four times the width",
-            )
+            names = "intermediate_size", "n_inner", "ffn_hidden_size"
+            F = keys.integer_or(4 * width, "four times the width", *names)
         has_bias = keys.flag("mlp_bias") if bias is None else bias
         vectors = (F * (2 if gated else 1) + width) * has_bias
         return [Mlp(weights=(3 if gated else 2) * width * F, vectors=vectors)] * count
@@ -42,11 +37,12 @@ LLAMA = dense()
 def _routed(
     keys: Keys, width: int, *, inner: int, always: int = 0, vectors: int = 0, bias: bool = False
 ) -> Mlp:
-    """Experts behind a router, and what every token meets beside them."""
+    """Returns routed experts; `always` counts the weights, besides the router, that every token
+    uses."""
     experts = keys.integer("num_local_experts", "num_experts", "n_routed_experts")
     chosen = keys.integer("num_experts_per_tok", "experts_per_token")
     if chosen > experts:
-        raise keys.error("num_experts_per_tok", chosen, f"is more than there are, {experts}")
+        raise keys.error("num_experts_per_tok", f"is more than there are experts, {experts}")
     return Mlp(
         weights=width * experts + always,
         vectors=vectors + experts * bias,
@@ -58,24 +54,24 @@ def _routed(
 
 
 def mixtral(keys: Keys, width: int, count: int) -> list[Mlp]:
-    """Mixtral's: every layer has experts of the one size that there is."""
+    """Mixtral: every layer has experts, all of the same size."""
     return [_routed(keys, width, inner=keys.integer("intermediate_size"))] * count
 
 
 def gpt_oss(keys: Keys, width: int, count: int) -> list[Mlp]:
-    """The same with biases."""
+    """gpt-oss: the same with biases."""
     return [_routed(keys, width, inner=keys.integer("intermediate_size"), bias=True)] * count
 
 
 def qwen_moe(keys: Keys, width: int, count: int) -> list[Mlp]:
-    """Qwen's: every n-th layer has experts, and maybe one that all tokens meet."""
+    """Qwen: every n-th layer has experts, and in some models a shared expert."""
     shared = keys.integer_or_zero("shared_expert_intermediate_size")
-    always = _gated(width, shared) + width if shared else 0  # with a gate of its own
+    always = _gated(width, shared) + width if shared else 0  # the shared expert has a gate
     sparse = _routed(keys, width, inner=keys.integer("moe_intermediate_size"), always=always)
     step = keys.integer_or_zero("decoder_sparse_step") or 1
     only = keys.layers("mlp_only_layers", count)
     has_experts = [i not in only and (i + 1) % step == 0 for i in range(count)]
-    keys.get("intermediate_size")  # in the files of those that have no dense layer, too
+    keys.get("intermediate_size")  # given even if no layer is dense
     if all(has_experts):
         return [sparse] * count
     dense = Mlp(weights=_gated(width, keys.integer("intermediate_size")))
@@ -83,15 +79,15 @@ def qwen_moe(keys: Keys, width: int, count: int) -> list[Mlp]:
 
 
 def deepseek(keys: Keys, width: int, count: int) -> list[Mlp]:
-    """DeepSeek's: the first layers are dense, shared experts stand beside the routed ones."""
+    """DeepSeek: the first layers are dense, the others have shared and routed experts."""
     dense = Mlp(weights=_gated(width, keys.integer("intermediate_size")))
     first = keys.integer_or_zero("first_k_dense_replace", missing="no layer is taken as dense")
     if first > count:
-        raise keys.error("first_k_dense_replace", first, f"is more than there are layers, {count}")
+        raise keys.error("first_k_dense_replace", f"is more than there are layers, {count}")
     step = keys.integer_or_zero("moe_layer_freq") or 1
     inner = keys.integer("moe_intermediate_size")
     shared = keys.integer_or_zero("n_shared_experts", missing="taken as none")
-    # V3's router has a correction for each expert.
+    # V3's router has a correction per expert.
     corrected = keys.get("topk_method") == "noaux_tc"
     vectors = keys.integer("n_routed_experts") if corrected else 0
     always = _gated(width, shared * inner)
@@ -102,7 +98,7 @@ def deepseek(keys: Keys, width: int, count: int) -> list[Mlp]:
 
 
 def llama4(keys: Keys, width: int, count: int) -> list[Mlp]:
-    """Llama 4's: every n-th layer has experts, and one that all tokens meet."""
+    """Llama 4: every n-th layer has experts, one of them shared."""
     inner = keys.integer("intermediate_size")
     dense = Mlp(weights=_gated(width, keys.integer("intermediate_size_mlp")))
     sparse = _routed(keys, width, inner=inner, always=_gated(width, inner))
@@ -113,7 +109,7 @@ def llama4(keys: Keys, width: int, count: int) -> list[Mlp]:
 
 
 def gemma3n(keys: Keys, width: int, count: int) -> list[Mlp]:
-    """With what else a layer of it has: LAuReL, AltUp's router, and gates for its own input."""
+    """Gemma 3n: dense, with LAuReL, AltUp's router and the gates of the per-layer input."""
     listed = isinstance(keys.get("intermediate_size"), list)
     sizes = keys.integers("intermediate_size", count) if listed else None
     sizes = sizes or [keys.integer("intermediate_size")] * count

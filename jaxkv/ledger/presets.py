@@ -1,8 +1,8 @@
-"""Public models by name, as on the hub in lower case.
+"""Public models by name, in lower case as on the Hugging Face hub.
 
-`presets.json` has of each the repository on the Hugging Face hub whose `config.json` its keys are
-from, and the number of parameters that the repository states, which the keys must add up to. Keys
-that do not change bytes or multiply-adds are left out. Not here: how keys are read (`config_json`).
+For each model, `presets.json` names the repository on the hub whose `config.json` its keys are
+from, and the number of parameters that the repository states; the keys must add up to it. Keys that
+do not change bytes or multiply-adds are left out.
 """
 
 import difflib
@@ -16,19 +16,19 @@ from jaxkv.ledger.config_json import model_from_config
 from jaxkv.ledger.errors import LedgerError
 from jaxkv.ledger.shapes import Model
 
-ALIASES = {"gemma3-270m": "gemma-3-270m"}  # as the model is named elsewhere in this library
+ALIASES = {"gemma3-270m": "gemma-3-270m"}  # its name elsewhere in this library
 
 
 def preset_names() -> list[str]:
-    """The names of all presets, in the order of the file: families together."""
+    """Returns the names of all presets, ordered by family."""
     return list(_presets())
 
 
 def preset(name: str) -> Model:
-    """The model of that name; case does not matter.
+    """Returns the model of a name; case does not matter.
 
     Raises:
-      LedgerError: there is none.
+      LedgerError: there is no such preset.
     """
     known = _presets()
     found = ALIASES.get(name.lower(), name.lower())
@@ -46,7 +46,8 @@ def preset(name: str) -> Model:
 
 
 def stated_parameters(name: str) -> int | None:
-    """Parameters that a preset's repository states; None where it counts more than the preset."""
+    """Returns the number of parameters that the repository of a preset states; None if it counts
+    more than the preset."""
     return _presets()[name].get("parameters")
 
 

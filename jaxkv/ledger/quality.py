@@ -1,7 +1,7 @@
-"""What formats cost in quality, where it was measured: `quality.json`, the tables of the docs.
+"""What formats cost in quality: `quality.json`, which holds the tables of docs/kv_formats.md.
 
-Nothing is interpolated: a model, format and page size that nobody measured has no figure. Not here:
-the measuring (`python scripts bench formats`).
+They were measured with `python scripts bench formats`. Nothing is interpolated: a model, format and
+page size that was not measured has no figure.
 """
 
 import json
@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-STAND_IN = "smollm2-135m"  # for models that were not measured, and then named
+STAND_IN = "smollm2-135m"  # shown by name for models that were not measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """The distance of a format from the full cache on a text.
+    """How far the results with a format are from those of the full cache on a text.
 
     Attributes:
-      model: that was measured.
-      date: of the measurement, ISO 8601.
-      format, page_size: with which.
-      perplexity_ratio: perplexity, in parts of the full cache's.
-      kl_mean, kl_p99: KL(full || format) of next tokens, nats.
-      top1: share of tokens whose likeliest next one is the same.
+      model: the model that was measured.
+      date: date of the measurement, ISO 8601.
+      format: the KV format.
+      page_size: P.
+      perplexity_ratio: perplexity divided by that of the full cache.
+      kl_mean: mean KL(full || format) of next-token distributions, in nats.
+      kl_p99: 99th percentile of the same.
+      top1: share of tokens whose most likely next token is the same.
     """
 
     model: str
@@ -36,9 +38,10 @@ class Quality:
 
 
 def measured(model: str, kv_format: str, page_size: int) -> Quality | None:
-    """What a format costs a model, or where that was not measured, the stand-in.
+    """Returns what a format costs a model, or the stand-in if the model was not measured; None if
+    the format was not measured either.
 
-    Pages matter to kivi formats alone, whose groups they are.
+    The page size matters only for kivi formats, which quantise page by page.
     """
     models = {one.model for one in _measurements()}
     name = model if model in models else STAND_IN

@@ -1,13 +1,13 @@
-"""What a transformer decoder keeps and computes, layer by layer, as numbers alone.
+"""What a transformer decoder keeps and computes, layer by layer, as numbers only.
 
-A layer's *mixer* is what it sees other tokens by:
+The *mixer* of a layer is the part with which a token sees other tokens:
 
-    Heads    K and V of each KV head: MHA, GQA, MQA; of all tokens, of a window, or of a chunk
-    Latent   one vector a token for all heads, from which K and V are made (MLA, arXiv 2405.04434)
+    Heads    K and V per KV head (MHA, GQA, MQA), of all tokens, a window or a chunk
+    Latent   one vector per token for all heads, from which K and V are made (MLA, arXiv 2405.04434)
     Shared   nothing of its own: it reads the K and V of an earlier layer
-    State    a constant state, whatever the length: linear attention
+    State    a state of constant size: linear attention
 
-Not here: how a `config.json` becomes this (`config_json`), nor bytes (`memory`).
+`config_json` makes a model from a `config.json`, and `memory` counts its bytes.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,12 @@ from jaxkv.ledger.errors import LedgerError, check_least
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Which tokens before it a token sees.
+    """Which earlier tokens a token sees: all, if both attributes are None.
 
     Attributes:
-      window: so many, itself included.
-      chunk: those of its own chunk of so many tokens, counted from the sequence's beginning.
+      window: number of last tokens that it sees, itself included.
+      chunk: tokens per chunk; chunks are counted from the beginning of the sequence, and a token
+        sees those of its own chunk.
     """
 
     window: int | None = None
@@ -31,11 +32,11 @@ class Span:
 
     @property
     def limit(self) -> int | None:
-        """The most tokens that are seen; None where that grows with the sequence."""
+        """The most tokens that are seen; None if that number grows with the sequence."""
         return self.chunk if self.window is None else self.window
 
     def seen(self, position: int) -> int:
-        """Tokens that the token at a position sees, itself included."""
+        """Returns how many tokens the token at a position sees, itself included."""
         if self.window is not None:
             return min(position + 1, self.window)
         return position % self.chunk + 1 if self.chunk is not None else position + 1
@@ -49,9 +50,11 @@ class Heads:
     """Attention with K and V of its own.
 
     Attributes:
-      query_heads, kv_heads: H and K.
-      key_dim, value_dim: D of K and of V.
-      span: what a token sees.
+      query_heads: H.
+      kv_heads: K.
+      key_dim: D of a key.
+      value_dim: D of a value.
+      span: which tokens a token sees.
     """
 
     query_heads: int
@@ -62,16 +65,16 @@ class Heads:
 
     @property
     def pair_macs(self) -> int:
-        """Multiply-adds of one query token with one key token: the score, and its value's part."""
+        """Multiply-adds of one query token and one key token: the score, and the sum of values."""
         return self.query_heads * (self.key_dim + self.value_dim)
 
     decode_pair_macs = pair_macs
 
     def kv_heads_of(self, devices: int) -> int:
-        """KV heads on each of so many devices; one head may be on several.
+        """Returns the number of KV heads on each device; one head may be on several devices.
 
         Raises:
-          LedgerError: heads do not split evenly.
+          LedgerError: the heads do not split evenly.
         """
         if self.kv_heads % devices == 0:
             return self.kv_heads // devices
@@ -82,13 +85,15 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention: each device of a tensor-parallel split has all of the latent.
+    """Multi-head latent attention. Each device of a tensor-parallel split has the whole latent.
 
     Attributes:
       query_heads: H.
-      rank: of the vector that K and V are made of.
-      rope_dim: of the key part that all heads share.
-      nope_dim, value_dim: of a head's own key part, and of its value.
+      rank: size of the vector from which K and V are made.
+      rope_dim: size of the part of a key that all heads share.
+      nope_dim: size of the part of a key that each head has.
+      value_dim: D of a value.
+      span: which tokens a token sees.
     """
 
     query_heads: int
@@ -100,22 +105,22 @@ class Latent:
 
     @property
     def pair_macs(self) -> int:
-        """Multiply-adds of a query and a key token in a prefill, which makes K and V of latents."""
+        """Multiply-adds of a query and a key token in a prefill, where K and V are made first."""
         return self.query_heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
     @property
     def decode_pair_macs(self) -> int:
-        """The same in a decode step, which stays in the latent's space."""
+        """The same in a decode step, which works on the latents themselves."""
         return self.query_heads * (2 * self.rank + self.rope_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Attention over another layer's K and V.
+    """Attention over the K and V of another layer.
 
     Attributes:
-      mixer: what the layer would have of its own.
-      source: the other layer.
+      mixer: the mixer that the layer would have without sharing.
+      source: number of the other layer.
     """
 
     mixer: Heads
@@ -123,12 +128,12 @@ class Shared:
 
     @property
     def span(self) -> Span:
-        """What a token sees."""
+        """Which tokens a token sees."""
         return self.mixer.span
 
     @property
     def pair_macs(self) -> int:
-        """See Heads."""
+        """See `Heads.pair_macs`."""
         return self.mixer.pair_macs
 
     decode_pair_macs = pair_macs
@@ -136,12 +141,12 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A layer whose memory is a matrix for each head, updated at each token.
+    """A layer whose memory is one matrix per head, updated by each token.
 
     Attributes:
-      heads: that have a matrix; split over devices.
+      heads: number of heads; they are split over devices.
       values: numbers in the matrices of all heads.
-      conv_values: numbers of the short convolution before them, of all heads.
+      conv_values: numbers that the short convolutions of all heads keep.
     """
 
     heads: int
@@ -150,8 +155,8 @@ class State:
 
     @property
     def token_macs(self) -> int:
-        """Multiply-adds a token: what the state holds for k is read, it is updated, q reads it (the
-        delta rule, arXiv 2412.06464), and the convolution."""
+        """Multiply-adds per token: the state is read for k, updated, and read for q (the delta
+        rule, arXiv 2412.06464), and the convolution."""
         return 3 * self.values + self.conv_values
 
 
@@ -160,14 +165,15 @@ Mixer = Heads | Latent | Shared | State
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """What a layer does with each token alone.
+    """The part of a layer that sees one token at a time.
 
     Attributes:
-      weights: entries of matrices that every token meets, routers and shared experts included.
-      vectors: biases and the like.
-      experts: routed experts; 0 for none.
-      experts_per_token: of them.
-      expert_weights, expert_vectors: of one.
+      weights: entries of the matrices that every token uses, routers and shared experts included.
+      vectors: entries of biases and other vectors.
+      experts: number of routed experts; 0 for none.
+      experts_per_token: number of routed experts that one token uses.
+      expert_weights: entries of the matrices of one expert.
+      expert_vectors: entries of the vectors of one expert.
     """
 
     weights: int
@@ -183,10 +189,10 @@ class Layer:
     """One layer.
 
     Attributes:
-      mixer: how it sees other tokens.
+      mixer: the part that sees other tokens.
       mixer_weights: entries of its projections.
-      vectors: norms, and biases of the projections.
-      mlp: what it does with a token alone.
+      vectors: entries of norms, and of biases of the projections.
+      mlp: the part that sees one token at a time.
     """
 
     mixer: Mixer
@@ -196,12 +202,12 @@ class Layer:
 
     @property
     def slides(self) -> bool:
-        """It keeps K and V, but never more than a number of tokens of them."""
+        """Whether the layer keeps K and V of a bounded number of tokens."""
         return not isinstance(self.mixer, State) and self.mixer.span.limit is not None
 
     @property
     def token_macs(self) -> int:
-        """Multiply-adds of one token, whatever stands before it: of matrices and of a state."""
+        """Multiply-adds per token that do not depend on its position: matrices and states."""
         mlp = self.mlp
         macs = self.mixer_weights + mlp.weights + mlp.experts_per_token * mlp.expert_weights
         return macs + (self.mixer.token_macs if isinstance(self.mixer, State) else 0)
@@ -212,16 +218,16 @@ class Model:
     """A decoder.
 
     Attributes:
-      name: of a preset, or the file it was read from.
+      name: name of the preset, or of the folder that it was read from.
       width: E.
-      layers: its layers.
-      embedding: entries of the tables that tokens (and positions) are looked up in.
+      layers: the layers.
+      embedding: entries of the tables of tokens and positions.
       head_weights: entries of the matrix that makes logits, V * E.
-      tied: that matrix is the embedding.
-      vectors: of the last norm, and other parameters outside of layers.
-      max_context: tokens that it was made for; None where its config does not say.
-      notes: what was assumed or left out; to be shown beside every figure.
-      source: where its numbers are from.
+      tied: whether that matrix is the embedding.
+      vectors: entries of the last norm and of other vectors outside of the layers.
+      max_context: tokens that the model was made for; None if its config does not say.
+      notes: what was assumed or left out, to be shown with every figure.
+      source: where the numbers are from.
     """
 
     name: str
@@ -237,7 +243,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Number of parameters."""
         per_layer = sum(
             one.mixer_weights
             + one.vectors
@@ -250,7 +256,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets: of routed experts, the chosen ones."""
+        """Number of parameters that one token uses: of routed experts, only the chosen ones."""
         return self.parameters - sum(
             (one.mlp.experts - one.mlp.experts_per_token)
             * (one.mlp.expert_weights + one.mlp.expert_vectors)
@@ -259,13 +265,13 @@ class Model:
 
     @cached_property
     def token_macs(self) -> int:
-        """Multiply-adds of one token in all layers; see `Layer`."""
+        """Multiply-adds per token in all layers; see `Layer.token_macs`."""
         return sum(one.token_macs for one in self.layers)
 
     @cached_property
     def attentions(self) -> tuple[tuple[Span, int, int], ...]:
-        """Of the layers with one span: the span, and the multiply-adds of a token and one that it
-        sees, in a prefill and in a decode step."""
+        """For each span: the span, and the multiply-adds of a query and a key token in all layers
+        with this span, in a prefill and in a decode step."""
         sums: dict[Span, tuple[int, int]] = {}
         for one in self.layers:
             mixer = one.mixer
@@ -276,14 +282,15 @@ class Model:
 
     @property
     def kind(self) -> str:
-        """Its attention in a few words: `GQA 32/8`, `MLA`, `MQA 4/1, 15 of 18 layers see 512`."""
+        """The attention in a few words: `MQA 4/1, 15 of 18 layers see a window of 512`."""
         return ", ".join(_kinds(self))
 
     def with_kv_heads(self, kv_heads: int) -> "Model":
-        """The model with another number of KV heads in each of its layers, and projections for it.
+        """Returns the model with another number of KV heads, and smaller or larger projections.
 
         Raises:
-          LedgerError: a layer has none, or they do not divide its query heads.
+          LedgerError: a layer has no KV heads of its own, or their number does not divide that of
+            its query heads.
         """
         layers = []
         for one in self.layers:
@@ -305,10 +312,10 @@ class Model:
         return replace(self, layers=tuple(layers))
 
     def with_window(self, window: int) -> "Model":
-        """The model with a sliding window on each layer that sees more.
+        """Returns the model with a sliding window on each layer that sees more.
 
         Raises:
-          LedgerError: it is of no token.
+          LedgerError: the window has no token.
         """
         check_least(1, window=window)
 

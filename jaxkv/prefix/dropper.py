@@ -19,7 +19,7 @@ class TokenDropper:
     """What page tables do only for sequences that drop tokens.
 
     Attributes:
-      snapshots: of the contexts of such sequences; None if nothing is shared.
+      snapshots: the snapshots of such sequences; None if nothing is shared.
     """
 
     def __init__(self, tables: PageTables, index: PrefixIndex | None):
@@ -35,7 +35,7 @@ class TokenDropper:
 
         Args:
           row: an open row.
-          num_tokens: of the row's sequence.
+          num_tokens: tokens of the row's sequence, dropped ones included.
           lens: by group, how many tokens are to be left in it.
 
         Raises:
@@ -51,8 +51,8 @@ class TokenDropper:
             tables.pools[g].release(held)
         for g, count in counts.items():
             tables.make_free(g, count)
-            tables.dropped[g, row] = num_tokens - lens[g]
             tables.replace(row, g, tables.pools[g].acquire(count))
+        tables.set_dropped(row, {g: num_tokens - length for g, length in lens.items()})
 
     def get(self, key: SnapshotKey) -> Snapshot | None:
         """Returns the snapshot of a context, or None; changes nothing."""
@@ -71,7 +71,8 @@ class TokenDropper:
         if found is None:
             return None
         snapshot, match = found
-        self._tables.dropped[:, row] = [match.num_tokens - length for length in snapshot.lens]
+        dropped = [match.num_tokens - length for length in snapshot.lens]
+        self._tables.set_dropped(row, dict(enumerate(dropped)))
         self._tables.fill(row, match.pages)
         return snapshot, match.sources
 
@@ -132,11 +133,11 @@ class TokenDropper:
 
         Args:
           row: an open row that has just dropped tokens.
-          num_tokens: of its sequence.
-          key: of no existing snapshot.
+          num_tokens: tokens of its sequence, dropped ones included.
+          key: a key that no snapshot has.
           kept: see `Snapshot`.
           copies: what `copies_for_windows` returned, after the copying; it is released.
-          priority: of the row's request.
+          priority: `Request.priority` of the row's sequence.
         """
         assert self.snapshots is not None
         pages = [

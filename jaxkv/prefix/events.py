@@ -19,7 +19,7 @@ class PageStored:
     Attributes:
       page: number of the page in this stream.
       parent: number of the page before it in the sequence; 0 for the first page.
-      namespace: of the sequence.
+      namespace: namespace of the sequence.
       tokens: ids of the tokens in the page; fewer than P in the last page of a sequence.
       page_ids: physical page in each layer group; 0 where the group has lost the page.
     """
@@ -103,7 +103,7 @@ class EventLog:
           node: the node.
           tokens: packed, from the root to the end of the node.
           num_new: number of pages.
-          namespace: of the tokens.
+          namespace: namespace of the tokens.
         """
         first = node.num_pages - num_new
         numbers = range(self._last_number + 1, self._last_number + 1 + num_new)

@@ -44,7 +44,7 @@ class Owner(Protocol):
         """Evicts pages of an entry.
 
         Args:
-          entry: of this owner.
+          entry: an entry of this owner.
           group: layer group that needs pages.
           num_pages: how many it needs; at least 1.
 
@@ -112,6 +112,7 @@ class EvictionOrder:
 
     Attributes:
       policy: as given.
+      forget: see `EvictionPolicy.forget`.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class EvictionOrder:
         if policy.victim() is not None:
             raise ValueError(f"{policy!r} serves another index; each index needs its own policy")
         self.policy = policy
+        self.forget = policy.forget
         self._pools = tuple(pools)
         self._clock = clock
 
@@ -137,10 +139,6 @@ class EvictionOrder:
             if priority > entry.priority:
                 entry.priority = priority
         self.policy.touch(path)
-
-    def forget(self, entry: Evictable) -> None:
-        """Removes an entry that is gone."""
-        self.policy.forget(entry)
 
     def evict(self, group: int, num_pages: int) -> int:
         """Evicts until `num_pages` pages of a group became free or no victim can give more.

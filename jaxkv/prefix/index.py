@@ -143,7 +143,7 @@ class PrefixIndex:
 
         Args:
           tokens: packed.
-          namespace: of the sequence.
+          namespace: namespace of the sequence.
         """
         return self._walk(tokens, namespace)[1]
 
@@ -153,8 +153,8 @@ class PrefixIndex:
         Args:
           tokens: packed, without the tokens that the caller computes in any case, such as the last
             token of a prompt.
-          namespace: of the sequence.
-          priority: of its request.
+          namespace: namespace of the sequence.
+          priority: `Request.priority` of the sequence.
 
         Returns:
           The match; the caller must release its pages.
@@ -185,8 +185,8 @@ class PrefixIndex:
         Args:
           tokens: packed, n of them.
           pages: in each group the pages `[ceil(n / P)]`, each held by the caller.
-          namespace: of the sequence.
-          priority: of its request.
+          namespace: namespace of the sequence.
+          priority: `Request.priority` of the sequence.
 
         Returns:
           In each group the pages that the caller holds now. Where the tree has another page of the
@@ -246,9 +246,16 @@ class PrefixIndex:
         return False
 
     def evict_from(self, entry: Evictable, group: int, num_pages: int) -> int:
-        """Evicts the tail of a leaf; see `Owner.evict_from`."""
+        """Evicts the end of a leaf, as far as no page is held; see `Owner.evict_from`."""
         assert isinstance(entry, Node)
-        return 0 if entry.children else self._evict_tail(entry, group, num_pages)
+        if entry.children:
+            return 0
+        count = min(num_pages, entry.num_pages)
+        for g, ids in enumerate(entry.pages):
+            count = self.pools[g].unheld_tail(ids, count)
+        if count:
+            self._truncate(entry, entry.num_pages - count)
+        return count
 
     def _walk(self, tokens: bytes, namespace: Namespace) -> tuple[list[Node], int]:
         """See `Root.walk`."""
@@ -321,7 +328,7 @@ class PrefixIndex:
         start = top.end
         whole = start // self.page_size - top.start // self.page_size
         if top.num_pages > whole:  # partly filled; the first page of `rest` has its tokens too
-            self._drop_pages(top, whole)
+            self._remove_pages(top, whole)
         for pool, ids in zip(self.pools, rest, strict=True):
             pool.mark_indexed(ids)
         self.counters.stored_pages += len(rest[0])
@@ -340,22 +347,13 @@ class PrefixIndex:
         """Whether a sequence that goes on after a leaf gets a node of its own."""
         return False
 
-    def _evict_tail(self, leaf: Node, group: int, num_pages: int) -> int:
-        """Evicts at most `num_pages` from the end of a leaf, as far as no page is held."""
-        count = min(num_pages, leaf.num_pages)
-        for pool, ids in zip(self.pools, leaf.pages, strict=True):
-            count = pool.unheld_tail(ids, count)
-        if count:
-            self._truncate(leaf, leaf.num_pages - count)
-        return count
-
     def _truncate(self, leaf: Node, num_pages: int) -> None:
         """Removes all but the first `num_pages` pages of a leaf, and the tokens in them.
 
         A leaf without tokens is removed. Its parent may then be a leaf, whose tokens after its last
         whole page were in the pages that are gone.
         """
-        self._drop_pages(leaf, num_pages)
+        self._remove_pages(leaf, num_pages)
         node: Node = leaf
         end = (leaf.start // self.page_size + num_pages) * self.page_size
         while node.parent is not None and not node.children and end < node.end:
@@ -370,13 +368,13 @@ class PrefixIndex:
         if isinstance(node, Root) and not node.children:
             del self.roots[node.namespace]
 
-    def _drop_pages(self, node: Node, num_pages: int) -> None:
+    def _remove_pages(self, node: Node, num_pages: int) -> None:
         """Removes all but the first `num_pages` pages of a node from the index."""
         self.counters.evicted_pages += node.num_pages - num_pages
         if self._log is not None:
             self._log.evicted(node, num_pages)
-        for pool, ids in zip(self.pools, node.pages, strict=True):
-            pool.unmark_indexed(ids[num_pages:])
+        for g, ids in enumerate(node.pages):
+            self.pools[g].unmark_indexed(ids[num_pages:])
             del ids[num_pages:]
 
     def _forget(self, node: Node) -> None:

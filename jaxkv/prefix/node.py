@@ -77,7 +77,7 @@ class Node:
         position after the last one.
       tokens: packed.
       pages: in each layer group the page ids; 0 where a sliding group has lost the page.
-      numbers: of the pages in the stream of events; empty if there is no stream.
+      numbers: numbers of the pages in the stream of events; empty if there is no stream.
       children: by their packed first token.
       hits: how many matches and inserts came through.
       priority: largest priority of the requests that came through.

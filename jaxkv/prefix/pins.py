@@ -29,7 +29,7 @@ class Pins:
     """The pins in an index; `PageTables` end expired ones when they need pages.
 
     Attributes:
-      max_pages: of each group, how many pages may be pinned.
+      max_pages: how many pages of each group may be pinned.
     """
 
     def __init__(self, index: PrefixIndex, *, max_share: float = 0.5):
@@ -58,7 +58,7 @@ class Pins:
 
         Args:
           tokens: packed.
-          namespace: of the prefix.
+          namespace: namespace of the prefix.
           ttl_seconds: how long the pin lasts.
 
         Raises:

@@ -10,12 +10,22 @@ policy.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypedDict, Unpack
 
+from jaxkv.prefix.events import Event
+from jaxkv.prefix.eviction import Evictable, EvictionPolicy
 from jaxkv.prefix.index import Match, PrefixIndex
 from jaxkv.prefix.node import Namespace, Node
 from jaxkv.prefix.pool import PagePool
+
+
+class IndexOptions(TypedDict, total=False):
+    """The options of `PrefixIndex`."""
+
+    eviction: str | EvictionPolicy
+    events: Callable[[Event], None] | None
+    clock: Callable[[], float]
 
 
 class SparsePool(PagePool):
@@ -51,15 +61,16 @@ class SlidingIndex(PrefixIndex):
         page_size: int,
         windows: Sequence[int | None],
         sink_pages: Sequence[int] | None = None,
-        **options: Any,
+        **options: Unpack[IndexOptions],
     ):
         """Makes an empty index.
 
         Args:
           pools: page pool of each layer group, a `SparsePool` for a sliding one.
           page_size: P, tokens per page.
-          windows: of each group in tokens; None for a group that sees all tokens.
-          sink_pages: of each group, pages at the beginning that every token sees; None for none.
+          windows: window of each group in tokens; None for a group that sees all tokens.
+          sink_pages: number of pages at the beginning that every token sees, for each group; by
+            default 0.
           **options: see `PrefixIndex`.
         """
         super().__init__(pools, page_size, **options)
@@ -92,6 +103,25 @@ class SlidingIndex(PrefixIndex):
     def may_lack(self, group: int) -> bool:
         """Whether nodes may have lost pages of a group."""
         return group in self.windows
+
+    def evict_from(self, entry: Evictable, group: int, num_pages: int) -> int:
+        """Evicts the end of a leaf; see `Owner.evict_from`.
+
+        A row that dropped tokens holds pages of sliding groups only. It keeps them when the leaf
+        is removed.
+        """
+        assert isinstance(entry, Node)
+        if entry.children:
+            return 0
+        count = entry.num_pages
+        for g in self._guarding:
+            count = self.pools[g].unheld_tail(entry.pages[g], count)
+        first, is_held = entry.num_pages - count, self.pools[group].is_held
+        tail = enumerate(entry.pages[group][first:], first)
+        freed = [place for place, page in tail if page and not is_held(page)][-num_pages:]
+        if freed:
+            self._truncate(entry, freed[0])
+        return len(freed)
 
     def _share(self, pages: list[list[int]], num_tokens: int) -> Match:
         num_tokens = self._servable(pages, num_tokens)
@@ -129,23 +159,6 @@ class SlidingIndex(PrefixIndex):
         for queue in self._passed.values():
             queue.pop(node, None)
 
-    def _evict_tail(self, leaf: Node, group: int, num_pages: int) -> int:
-        """Evicts from the end of a leaf until `num_pages` of a group are free, or none is left.
-
-        A row that dropped tokens holds pages of sliding groups only. It keeps them when the leaf
-        is removed.
-        """
-        count = leaf.num_pages
-        for g in self._guarding:
-            count = self.pools[g].unheld_tail(leaf.pages[g], count)
-        if not count:
-            return 0
-        tail, is_held = leaf.pages[group][-count:], self.pools[group].is_held
-        freed = [i for i, page in enumerate(tail) if page and not is_held(page)][-num_pages:]
-        if freed:
-            self._truncate(leaf, leaf.num_pages - count + freed[0])
-        return len(freed)
-
     def _unseen(self, group: int, length: int) -> range:
         """Logical pages before the window of the token at position `length`, sinks left out."""
         first = max(0, length - self.windows[group] + 1) // self.page_size
@@ -155,7 +168,7 @@ class SlidingIndex(PrefixIndex):
         """The longest prefix, up to `length`, after which every group has all that it sees.
 
         Args:
-          pages: of each group along the prefix.
+          pages: page ids of each group along the prefix.
           length: tokens.
         """
         before = -1
@@ -242,7 +255,7 @@ def make_index(
     page_size: int,
     windows: Sequence[int | None],
     sink_pages: Sequence[int] | None = None,
-    **options: Any,
+    **options: Unpack[IndexOptions],
 ) -> PrefixIndex:
     """Makes the index for groups of which some may have a window; see `SlidingIndex`."""
     if any(window is not None for window in windows):

@@ -25,7 +25,7 @@ class SnapshotKey(NamedTuple):
 
     Attributes:
       tokens: packed: the context, or all tokens that the choice of kept tokens depends on.
-      namespace: of the sequence.
+      namespace: namespace of the sequence.
       method: what drops tokens, with its budget and interval.
       dropped_at: length of the context in tokens, after which some were dropped.
       protect: spans `[start, end)` of tokens that are not dropped.
@@ -45,7 +45,7 @@ class Snapshot:
       owner: the snapshots that it belongs to.
       key: its key.
       pages: in each layer group the page ids; 0 before a window.
-      lens: of each group, how many tokens are left.
+      lens: how many tokens are left in each group.
       kept: which tokens are left, as the method that dropped the others needs it to continue.
       hits, priority, born, used: see `Evictable`.
     """
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots beside the trees of an index, with the index's pools, order and counters."""
+    """The snapshots that share the pools, the order of eviction and the counters of an index."""
 
     def __init__(self, index: PrefixIndex):
         """Makes an empty set."""
@@ -138,12 +138,12 @@ class Snapshots:
         """Makes a new snapshot.
 
         Args:
-          key: of no existing snapshot.
+          key: a key that no snapshot has.
           pages: in each group the pages that are left, each held by the caller and not indexed; 0
             before a window.
-          lens: of each group, how many tokens are left.
+          lens: how many tokens are left in each group.
           kept: see `Snapshot`.
-          priority: of the request.
+          priority: `Request.priority` of the sequence.
         """
         index = self._index
         snapshot = Snapshot(self, key, [list(ids) for ids in pages], lens, kept, index.clock())

@@ -17,7 +17,7 @@ Positions in a row are those of tokens in the group: if a group dropped tokens o
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,10 +77,10 @@ class PageTables:
           page_size: P, tokens per page.
           max_sequences: R.
           max_pages: M.
-          windows: of each group in tokens; None for a group that sees all. By default all do.
-          sink_pages: of each group, pages at the beginning that are kept whatever the window; by
-            default none.
-          index: of the same pools; None shares no prefixes.
+          windows: window of each group in tokens; None, also by default, for one that sees all.
+          sink_pages: number of pages at the beginning of each group that the window does not
+            pass; by default 0.
+          index: index of the same pools; None shares no prefixes.
           pins: in the index; those that have expired are ended when a row needs pages.
         """
         self.pools = tuple(pools)
@@ -90,8 +90,10 @@ class PageTables:
         self.covered = [0] * max_sequences
         self._index = index
         self._pins = pins
-        # The pages of each row in each group, again as lists, which are faster; None where closed.
+        # `pages` and `dropped` by row, again as lists, which are faster; no pages where closed.
         self._held: list[list[list[int]] | None] = [None] * max_sequences
+        self._gone = [[0] * len(self.pools) for _ in range(max_sequences)]
+        self._max_pages = max_pages
         self._windows = {g: window for g, window in enumerate(windows or ()) if window is not None}
         self.sliding = tuple(self._windows)
         self._sinks = tuple(sink_pages) if sink_pages is not None else (0,) * len(self.pools)
@@ -124,8 +126,8 @@ class PageTables:
         Args:
           row: an open row without pages.
           tokens: packed, without the tokens that are computed in any case.
-          namespace: of the sequence.
-          priority: of its request.
+          namespace: namespace of the sequence.
+          priority: `Request.priority` of the sequence.
 
         Returns:
           How many tokens were found, and in each group the page to copy to the row's next page
@@ -148,23 +150,22 @@ class PageTables:
         held, P = self.held_by(row), self.page_size
         if num_tokens <= self.covered[row]:
             return
-        most = self.pages[0].shape[1]
-        if num_tokens > most * P:
+        if num_tokens > self._max_pages * P:
             raise ValueError(
-                f"{num_tokens} tokens need {-(-num_tokens // P)} pages; a table row has {most}"
+                f"{num_tokens} tokens need {-(-num_tokens // P)} pages; a table row has "
+                f"{self._max_pages}"
             )
-        dropped = self.dropped[:, row].tolist()
-        counts = [
-            max(0, -(-(num_tokens - gone) // P) - len(ids))
-            for ids, gone in zip(held, dropped, strict=True)
-        ]
+        gone = self._gone[row]
+        counts = [-(-(num_tokens - gone[g]) // P) - len(ids) for g, ids in enumerate(held)]
         for g, count in enumerate(counts):
-            self.make_free(g, count)
+            if count > self.pools[g].num_free:
+                self.make_free(g, count)
         for g, count in enumerate(counts):
-            taken = self.pools[g].acquire(count)
-            self._show(g, row, len(held[g]), taken)
-            held[g] += taken
-        self._cover(row)
+            if count > 0:  # a group that dropped tokens may have room
+                taken = self.pools[g].acquire(count)
+                self._show(g, row, len(held[g]), taken)
+                held[g] += taken
+        self._cover(row, held)
 
     def grow_lacking(self, rows: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
         """Gives a page to each row that lacks a slot for its next token, to all rows or to none.
@@ -173,7 +174,7 @@ class PageTables:
 
         Args:
           rows: open rows.
-          num_tokens: of each row, its tokens, the next one included.
+          num_tokens: tokens of each row, the next one included.
 
         Returns:
           The places in `rows` that still lack a slot: none, or all that did if pages ran out.
@@ -183,25 +184,24 @@ class PageTables:
         lacking = [i for i, (row, n) in enumerate(ends) if covered[row] < n]
         if not lacking:
             return []
-        growing: list[list[tuple[int, list[int]]]] = []  # by group: rows that lack a page, theirs
-        for g, dropped in enumerate(self.dropped[:, [rows[i] for i in lacking]].tolist()):
-            places = []
-            for i, gone in zip(lacking, dropped, strict=True):
-                ids = self.held_by(rows[i])[g]
-                if len(ids) * P < num_tokens[i] - gone:
-                    places.append((rows[i], ids))
-            growing.append(places)
+        needs: list[list[tuple[int, list[int]]]] = [[] for _ in self.pools]  # rows, their pages
+        for i in lacking:
+            row, gone = rows[i], self._gone[rows[i]]
+            for g, ids in enumerate(self.held_by(row)):
+                if len(ids) * P + gone[g] < num_tokens[i]:
+                    needs[g].append((row, ids))
         try:
-            for g, places in enumerate(growing):
-                self.make_free(g, len(places))
+            for g, need in enumerate(needs):
+                if len(need) > self.pools[g].num_free:
+                    self.make_free(g, len(need))
         except OutOfPages:
             return lacking
-        for pool, table, places in zip(self.pools, self.pages, growing, strict=True):
-            for (row, ids), page in zip(places, pool.acquire(len(places)), strict=True):
+        for pool, table, need in zip(self.pools, self.pages, needs, strict=True):
+            for (row, ids), page in zip(need, pool.acquire(len(need)), strict=True):
                 table[row, len(ids)] = page
                 ids.append(page)
         for i in lacking:
-            self._cover(rows[i])
+            self._cover(rows[i], self.held_by(rows[i]))
         return []
 
     def publish(self, row: int, tokens: bytes, namespace: Namespace, *, priority: int = 0) -> None:
@@ -238,7 +238,7 @@ class PageTables:
 
     def can_fork(self, row: int, num_tokens: int) -> bool:
         """Whether a row has all that the token at position `num_tokens` sees."""
-        return not self.dropped[:, row].any() and all(
+        return not any(self._gone[row]) and all(
             self._first[g][row] <= max(0, num_tokens - window + 1) // self.page_size
             for g, window in self._windows.items()
         )
@@ -271,19 +271,20 @@ class PageTables:
           ValueError: the row is closed.
         """
         held = self.held_by(row)
-        for pool, table, ids in zip(self.pools, self.pages, held, strict=True):
-            pool.release(ids)
-            table[row, : len(ids)] = 0
+        for g, ids in enumerate(held):
+            self.pools[g].release(ids)
+            self.pages[g][row, : len(ids)] = 0
         for first in self._first.values():
             first[row] = 0
-        self.dropped[:, row] = 0
+        if any(self._gone[row]):
+            self.set_dropped(row, dict.fromkeys(range(len(held)), 0))
         self.covered[row] = 0
         self._held[row] = None
         self._closed.append(row)
 
     def num_stored(self, group: int, row: int, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens of a row a group has slots for."""
-        return num_tokens - int(self.dropped[group, row])
+        return num_tokens - self._gone[row][group]
 
     def held_by(self, row: int) -> list[list[int]]:
         """The pages of an open row in each group.
@@ -305,18 +306,24 @@ class PageTables:
         for g, first in self._first.items():
             gone = held[g].count(0)
             first[row] = self._sinks[g] + gone if gone else 0
-        self._cover(row)
+        self._cover(row, held)
+
+    def set_dropped(self, row: int, counts: Mapping[int, int]) -> None:
+        """Books, by group, how many tokens of an open row's sequence the group has dropped."""
+        for g, count in counts.items():
+            self._gone[row][g] = self.dropped[g, row] = count
+        self._cover(row, self.held_by(row))
 
     def replace(self, row: int, group: int, pages: list[int]) -> None:
         """Puts pages that are held for a row in place of its pages of a group.
 
         The former pages are the caller's to release.
         """
-        ids = self.held_by(row)[group]
-        self.pages[group][row, : len(ids)] = 0
-        ids[:] = pages
+        held = self.held_by(row)
+        self.pages[group][row, : len(held[group])] = 0
+        held[group] = pages
         self._show(group, row, 0, pages)
-        self._cover(row)
+        self._cover(row, held)
 
     def make_free(self, group: int, num_pages: int) -> None:
         """Evicts pages of a group until so many are free; does nothing if they are.
@@ -327,7 +334,8 @@ class PageTables:
         pool = self.pools[group]
         if num_pages <= pool.num_free:
             return
-        self.expire_pins()
+        if self._pins is not None:
+            self._pins.expire()
         lacking = num_pages - pool.num_free
         if self._index is not None and 0 < lacking <= pool.num_cached:
             self._index.evict(group, lacking)
@@ -352,19 +360,18 @@ class PageTables:
             for table, ids in zip(self.pages, held or [[]] * len(self.pools), strict=True):
                 if table[row].tolist() != ids + [0] * (table.shape[1] - len(ids)):
                     raise ValueError(f"row {row} holds {ids}, its table differs")
-            covered = self._coverage(row) if held is not None else 0
+            if self.dropped[:, row].tolist() != self._gone[row]:
+                raise ValueError(f"row {row} dropped {self._gone[row]} tokens, the array differs")
+            columns = zip(held or (), self._gone[row], strict=False)
+            covered = min((len(ids) * self.page_size + gone for ids, gone in columns), default=0)
             if self.covered[row] != covered:
                 raise ValueError(f"row {row} covers {covered} tokens, not {self.covered[row]}")
         return [held for held in self._held if held is not None]
 
-    def _coverage(self, row: int) -> int:
-        dropped = self.dropped[:, row].tolist()
-        lengths = map(len, self.held_by(row))
-        return min([n * self.page_size + gone for n, gone in zip(lengths, dropped, strict=True)])
-
-    def _cover(self, row: int) -> None:
+    def _cover(self, row: int, held: list[list[int]]) -> None:
         """Books that a row has other pages."""
-        self.covered[row] = self._coverage(row)
+        P, gone = self.page_size, self._gone[row]
+        self.covered[row] = min([len(ids) * P + gone[g] for g, ids in enumerate(held)])
 
     def _show(self, group: int, row: int, start: int, ids: list[int]) -> None:
         """Writes ids into a row's array, from logical page `start` on."""

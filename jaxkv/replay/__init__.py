@@ -1,7 +1,7 @@
-"""Simulators: what allocators waste, and what prefix caches save, on workloads and real traces.
+"""Simulators: what allocators waste and what prefix caches save, on workloads and real traces.
 
-Requests are replayed over the engine's own page pool and prefix index; nothing is computed, and no
-jax is imported.
+Requests are replayed over the page pool and the prefix index of the engine. No model runs, and no
+JAX is needed.
 """
 
 from jaxkv.replay import workloads as workloads

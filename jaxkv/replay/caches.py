@@ -1,13 +1,13 @@
-"""Prefix caches under one interface: what a request finds, and what it leaves.
+"""Prefix caches behind one interface: what a request finds in them and what it leaves there.
 
-    none     nothing is kept, not even while a request runs: each token computes all before it
-    request  K and V live as long as their request: nothing is found
-    hash     whole pages, each known by a hash of all tokens up to its end
-    page     the radix index, of which whole pages are used
+    none     nothing is kept, not even while a request runs: each step computes all tokens again
+    request  K and V live as long as their request, so that nothing is found
+    hash     whole pages, each identified by a hash of all tokens up to its end
+    page     the radix index, but only whole pages are used
     token    the radix index as it is: a hit is exact to the token
 
-The last two are `jaxkv.prefix.PrefixIndex`, and all that keep pages have them from its `PagePool`.
-Requests are served one after the other. Not here: the loop (`reuse`), the optimum (`optimum`).
+The last two use `jaxkv.prefix.PrefixIndex`, and the last three take their pages from
+`jaxkv.prefix.PagePool`. Requests are served one after the other.
 """
 
 import heapq
@@ -26,13 +26,13 @@ MOST_PAGES = 1 << 26
 
 
 class Served(NamedTuple):
-    """What came of a request.
+    """What happened to a request.
 
     Attributes:
-      matched: prompt tokens whose K and V were found.
-      evicted: tokens' slots that were let go for it.
-      held: slots that the cache has for tokens when it has ended.
-      refused: it did not fit, and nothing of it was kept.
+      matched: number of prompt tokens whose K and V were found.
+      evicted: number of slots that were evicted for the request.
+      held: number of slots that the cache holds after the request.
+      refused: whether the request did not fit; then nothing of it is kept.
     """
 
     matched: int
@@ -45,22 +45,22 @@ class PrefixCache(Protocol):
     """A cache that requests pass through."""
 
     def serve(self, prompt: bytes, answer: bytes) -> Served:
-        """Serves a request of packed tokens; at least its last prompt token is computed, and of an
-        answer's last token nothing."""
+        """Serves a request of packed tokens. The last prompt token is always computed, and the last
+        token of the answer never."""
         ...
 
 
 def make_cache(name: str, capacity: int, page_size: int, eviction: str) -> PrefixCache:
-    """A cache of so many slots.
+    """Makes a cache.
 
     Args:
-      name: of `CACHES`.
-      capacity: tokens, rounded up to whole pages.
-      page_size: P.
-      eviction: of `EVICTIONS`.
+      name: a name from `CACHES`.
+      capacity: tokens that it holds, rounded up to whole pages.
+      page_size: P, tokens per page.
+      eviction: a name from `EVICTIONS`.
 
     Raises:
-      ReplayError: there is no such cache or order, or a number is out of range.
+      ReplayError: there is no such cache or eviction, or a number is out of range.
     """
     if name not in CACHES:
         raise ReplayError(f"no cache {name!r}; there are {', '.join(CACHES)}")
@@ -75,7 +75,7 @@ def make_cache(name: str, capacity: int, page_size: int, eviction: str) -> Prefi
 
 
 def check_pages(capacity: int, page_size: int) -> None:
-    """Raises ReplayError where a pool of so many tokens, or such pages, cannot be made."""
+    """Raises ReplayError if a pool of `capacity` tokens in such pages cannot be made."""
     if not 1 <= page_size <= capacity or capacity // page_size > MOST_PAGES:
         raise ReplayError(
             f"a cache of {capacity} tokens in pages of {page_size}: must be 1 to {MOST_PAGES} pages"
@@ -83,18 +83,34 @@ def check_pages(capacity: int, page_size: int) -> None:
 
 
 class Forgetful:
-    """Keeps nothing beyond a request."""
+    """Keeps nothing after a request."""
 
     def serve(self, prompt: bytes, answer: bytes) -> Served:
         """See PrefixCache."""
         return Served(0, 0, 0)
 
 
-class Radix:
-    """The radix index, the page tables and the pool of the engine.
+class CountingIndex(PrefixIndex):
+    """A radix index that counts the pages that evictions free.
 
     Attributes:
-      index: the index.
+      freed_pages: pages freed since it was last set to 0.
+    """
+
+    freed_pages = 0
+
+    def evict(self, group: int, num_pages: int) -> int:
+        """See PrefixIndex."""
+        freed = super().evict(group, num_pages)
+        self.freed_pages += freed
+        return freed
+
+
+class Radix:
+    """The radix index, the page tables and the page pool of the engine.
+
+    Attributes:
+      index: the radix index.
     """
 
     def __init__(self, capacity: int, page_size: int, eviction: str, *, exact: bool):
@@ -136,13 +152,13 @@ class Radix:
 
 
 class PageHash:
-    """Pages known by a chain of hashes, as vLLM's: no tree, and no part of a page.
+    """Whole pages that are identified by a chain of hashes, as in vLLM, without a tree.
 
-    A page's key is the hash of the key before it and its tokens, so that equal keys have equal
-    prefixes. A page that no request holds may be evicted; of one request the last pages go first.
+    The key of a page is the hash of its tokens and of the key before it, so equal keys mean equal
+    prefixes. A page that no request holds may be evicted; the last pages of a request go first.
 
     Attributes:
-      pool: of the pages.
+      pool: the page pool.
     """
 
     def __init__(self, capacity: int, page_size: int, eviction: str):
@@ -170,7 +186,8 @@ class PageHash:
             pool.unmark_indexed([self._pages.pop(self._order.victim())])
         taken = pool.acquire(needed)
         for key, page in zip(keys[len(found) :], taken, strict=False):
-            if key not in self._pages:  # else a later page of a prefix whose middle is gone
+            # It may be known: a later page of a prefix whose middle was evicted.
+            if key not in self._pages:
                 self._pages[key] = page
                 pool.mark_indexed([page])
         pool.release(held + taken)
@@ -188,10 +205,10 @@ class PageHash:
 
 
 class _Order(Protocol):
-    """An order of eviction over keys that nobody holds."""
+    """The order in which keys that no request holds are evicted."""
 
     def hold(self, key: bytes) -> None:
-        """A request uses a key: it is no candidate until it is released."""
+        """A request uses a key; it is not evicted before it is released."""
         ...
 
     def release(self, key: bytes) -> None:
@@ -199,7 +216,7 @@ class _Order(Protocol):
         ...
 
     def victim(self) -> bytes:
-        """Takes the next to go out of the order."""
+        """Removes the next key to evict from the order, and returns it."""
         ...
 
 
@@ -224,12 +241,12 @@ class _Recent:
 
 
 class _Ranked:
-    """Least often used first, or first come first; a heap that may hold outdated entries."""
+    """Least often used first, or oldest first; the heap may hold outdated entries."""
 
     def __init__(self, *, count: bool):
         self._count = count
-        self._uses: dict[bytes, int] = {}  # of keys that are cached
-        self._entry: dict[bytes, int] = {}  # of keys that nobody holds
+        self._uses: dict[bytes, int] = {}  # keys that are cached
+        self._entry: dict[bytes, int] = {}  # keys that no request holds
         self._born: dict[bytes, int] = {}
         self._heap: list[tuple[int, int, bytes]] = []
         self._serial = itertools.count()

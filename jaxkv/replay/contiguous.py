@@ -1,11 +1,11 @@
-"""Allocators that give a sequence one run of slots, as servers did before pages.
+"""Allocators that give a sequence one contiguous run of slots, as servers did before pages.
 
-    max-length   reserves the longest sequence that there may be
+    max-length   reserves the longest possible sequence
     buddy        reserves the power of two that holds the whole sequence, from a buddy system
-    oracle       knows how long the answer will be, and reserves just that
+    oracle       knows the length of the answer, and reserves exactly that
 
 These are the three that the vLLM paper compares itself with (arXiv 2309.06180, section 6.1: Orca
-Max, Pow2, Oracle). Not here: pages (`fragmentation` takes the engine's own pool).
+Max, Pow2, Oracle).
 """
 
 from bisect import bisect_left, insort
@@ -13,24 +13,24 @@ from typing import Protocol
 
 
 class Reserving(Protocol):
-    """An allocator that takes a sequence's slots at once.
+    """An allocator that reserves all slots of a sequence at once.
 
     Attributes:
-      free: slots that nobody has.
+      free: number of free slots.
     """
 
     free: int
 
     def size(self, final: int) -> int:
-        """Slots that a sequence of `final` tokens in the end is given."""
+        """Returns the slots to reserve for a sequence that ends with `final` tokens."""
         ...
 
     def take(self, size: int) -> int | None:
-        """Takes so many slots in one run; returns its start, None where there is no such run."""
+        """Allocates one run of slots and returns its start; None if there is no such run."""
         ...
 
     def give(self, start: int, size: int) -> None:
-        """Gives a run back."""
+        """Frees a run."""
         ...
 
 
@@ -39,10 +39,11 @@ class FirstFit:
 
     def __init__(self, capacity: int):
         self.free = capacity
-        self._holes = [(0, capacity)] if capacity else []  # (start, size), by start, none adjoining
+        # Pairs of start and size, in order of start; no two adjoin.
+        self._holes = [(0, capacity)] if capacity else []
 
     def size(self, final: int) -> int:
-        """See Reserving: the oracle's."""
+        """See Reserving; this is the oracle."""
         return final
 
     def take(self, size: int) -> int | None:
@@ -68,7 +69,7 @@ class FirstFit:
 
 
 class MaxLength(FirstFit):
-    """The longest sequence for everyone."""
+    """Reserves the longest possible sequence for every sequence."""
 
     def __init__(self, capacity: int, max_length: int):
         super().__init__(capacity)
@@ -80,14 +81,14 @@ class MaxLength(FirstFit):
 
 
 class Buddy:
-    """Powers of two, halved when taken and joined when both halves are back (Knuth, TAOCP 1, 2.5).
+    """Powers of two, halved to allocate and joined when both halves are free (Knuth, TAOCP 1, 2.5).
 
-    A capacity that is no power of two is cut into the powers that make it up.
+    A capacity that is not a power of two is split into powers of two.
     """
 
     def __init__(self, capacity: int):
         self.free = capacity
-        self._free: dict[int, list[int]] = {}  # by size: starts, in order
+        self._free: dict[int, list[int]] = {}  # by size: starts in order
         start = 0
         for bit in reversed(range(capacity.bit_length())):
             if capacity >> bit & 1:
@@ -127,5 +128,5 @@ class Buddy:
         insort(self._free.setdefault(size, []), start)
 
     def _top(self, start: int) -> int:
-        """Where the whole power that a slot lies in begins."""
+        """Returns the start of the largest block that a slot lies in."""
         return max(top for top in self._tops if top <= start)

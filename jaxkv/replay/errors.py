@@ -1,4 +1,4 @@
-"""The exceptions a user of the simulators meets."""
+"""The exceptions that a user of the simulators meets."""
 
 from jaxkv.errors import JaxkvError
 
@@ -8,4 +8,4 @@ class ReplayError(JaxkvError):
 
 
 class NothingFits(ReplayError):
-    """No request of all can be served by an allocator; another one may serve them."""
+    """An allocator can serve none of the requests; another allocator may serve them."""

@@ -1,17 +1,18 @@
 """What an allocator of KV slots wastes while a service runs.
 
-Requests come, wait in the order of arrival, are admitted when the allocator has room, grow by one
-token a step and leave. A slot, room for the K and V of one token, is at any time one of
+Requests arrive, wait in order of arrival, are admitted when the allocator has room, grow by one
+token per step and end. A slot has room for the K and V of one token. At any time it is one of
 
-    used        holds a token
-    reserved    will hold a token of the sequence that has it
-    internal    given to a sequence that will never need it: of a page's end, or of a longest length
-    external    free, and enough for the request that waits if it were in one piece
-    free        any other
+    used        it holds a token
+    reserved    it will hold a token of the sequence that has it
+    internal    the sequence that has it will never need it: the end of a page or of a longest run
+    external    it is free, and all free slots would be enough for the waiting request if they were
+                in one piece
+    free        any other slot
 
-and all but used and free are waste (arXiv 2309.06180, figure 2). Paged allocation takes pages from
-`jaxkv.prefix.PagePool`, as the engine does; where they run out, the sequence that came last waits
-again, and goes on from its length when there is room. Not here: the allocators (`stores`).
+All but used and free slots are waste (arXiv 2309.06180, figure 2). Paged allocation takes pages
+from `jaxkv.prefix.PagePool`, as the engine does. If they run out, the sequence that was admitted
+last waits again, and continues at its length when there is room.
 """
 
 import heapq
@@ -25,11 +26,11 @@ from jaxkv.replay.errors import NothingFits, ReplayError
 from jaxkv.replay.stores import Slots, Store, make_store
 from jaxkv.replay.traces import TraceRequest
 
-_SAMPLES = 400  # at least, up to twice as many
+_SAMPLES = 400  # at least; at most twice as many
 
 
 class Sample(NamedTuple):
-    """The slots at one time, and how many sequences run and wait."""
+    """The slots at one time, and the numbers of running and waiting sequences."""
 
     seconds: float
     used: int
@@ -42,20 +43,22 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fragmentation:
-    """What an allocator made of a series of requests; slots are means over time.
+    """How an allocator served a series of requests. Slots are means over time.
 
     Attributes:
-      allocator: of `stores.ALLOCATORS`.
-      page_size: P; None of one that is not paged.
-      capacity: slots.
-      requests, refused: how many came, and how many were too long to be served at all.
-      admitted: how many were running or done when the last one came.
+      allocator: a name from `stores.ALLOCATORS`.
+      page_size: P; None if the allocator is not paged.
+      capacity: number of slots.
+      requests: number of requests.
+      refused: number of requests that were too long to be served at all.
+      admitted: number of requests that were running or done when the last one arrived.
       preemptions: how often a sequence had to wait again.
       used, reserved, internal, external: see the module.
-      mean_running, most_running: sequences at a time.
-      mean_wait: seconds from arrival to admission.
-      seconds: until the last one was served.
-      samples: the same over time.
+      mean_running: mean number of running sequences.
+      most_running: largest number of running sequences.
+      mean_wait: mean time from arrival to admission, in seconds.
+      seconds: time until the last request was served.
+      samples: the slots over time.
     """
 
     allocator: str
@@ -77,7 +80,7 @@ class Fragmentation:
 
     @property
     def waste(self) -> float:
-        """Share of what is taken, or free and of no use, that holds no token."""
+        """Wasted slots, as a share of used and wasted slots."""
         lost = self.reserved + self.internal + self.external
         return lost / (self.used + lost) if self.used else 0.0
 
@@ -95,13 +98,14 @@ def measure_fragmentation(
     """Replays requests over an allocator.
 
     Args:
-      requests: in order of arrival.
-      allocator: of `stores.ALLOCATORS`.
-      capacity: slots that there are.
-      page_size: P, of `paged`.
-      max_length: what `max-length` reserves; None for the power of two that holds every request.
-      step_seconds: how long a token takes.
-      on_request: called when a request is served, or refused.
+      requests: requests in order of arrival.
+      allocator: a name from `stores.ALLOCATORS`.
+      capacity: number of slots.
+      page_size: P of the allocator `paged`.
+      max_length: slots that `max-length` reserves for each sequence; None for the power of two that
+        holds every request.
+      step_seconds: time of a step, in which each running sequence grows by one token.
+      on_request: called when a request is served or refused.
 
     Raises:
       ReplayError: a number is out of range.
@@ -111,7 +115,7 @@ def measure_fragmentation(
     max_length = max_length or 1 << max(0, longest - 1).bit_length()
     store = make_store(allocator, capacity, page_size, max_length)
     if not 1e-6 <= step_seconds <= 1e6:
-        raise ReplayError(f"{step_seconds} seconds a step: must be 1e-6 to 1e6")
+        raise ReplayError(f"{step_seconds} seconds per step: must be 1e-6 to 1e6")
     service = _Service(store, requests, step_seconds, on_request)
     service.run()
     if service.served == 0:
@@ -143,15 +147,16 @@ def measure_fragmentation(
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """A request under way.
+    """A request that waits or runs.
 
     Attributes:
-      arrived: step.
-      length, final: tokens when it was admitted last, or will be; and in the end.
-      birth: step at which it would have had no token; its length grows from there.
-      slots: that it has.
-      due: step at which it is at its end, or at the end of its slots.
-      admitted: it has been.
+      arrived: step of its arrival.
+      length: tokens at its last or next admission.
+      final: tokens at its end.
+      birth: step at which it would have had no token, so that its length is `now - birth`.
+      slots: its slots.
+      due: step at which it ends or its slots are full.
+      admitted: whether it was admitted before.
     """
 
     arrived: int
@@ -164,12 +169,14 @@ class _Sequence:
 
 
 class _Service:
-    """The simulation, from event to event; between them all sums are linear in time.
+    """The simulation. It goes from event to event, since between events all sums have closed forms.
 
     Attributes:
-      now, first: steps.
+      now: current step.
+      first: step of the first arrival.
       served, admitted, preemptions, waited, most_running: see `Fragmentation`; waited is in steps.
-      totals: sums over steps, of slots and of running sequences.
+      totals: sums over steps of slots and of running sequences.
+      samples: see `Fragmentation`.
     """
 
     def __init__(
@@ -187,7 +194,7 @@ class _Service:
             for one in requests
         )
         self._waiting: deque[_Sequence] = deque()
-        self._running: dict[_Sequence, None] = {}  # by admission
+        self._running: dict[_Sequence, None] = {}  # in order of admission
         self._due: dict[int, list[_Sequence]] = {}
         self._steps: list[int] = []  # a heap of the keys of `_due`
         self.now = self.first = self._coming[0].arrived if self._coming else 0
@@ -227,9 +234,9 @@ class _Service:
             self._sample()
 
     def _happen(self, due: list[_Sequence]) -> None:
-        """Sequences are at their ends, which make room first, or at the ends of their slots."""
+        """Ends sequences, which frees slots, and then grows those whose slots are full."""
         growing = []
-        for sequence in dict.fromkeys(due):  # one that waited since may be in there twice
+        for sequence in dict.fromkeys(due):  # a sequence that waited again may be in the list twice
             if sequence.due != self.now:
                 continue
             if self.now - sequence.birth == sequence.final:
@@ -298,7 +305,7 @@ class _Service:
         sequence.due = -1
 
     def _schedule(self, sequence: _Sequence) -> None:
-        """Enters the next step at which something happens to a sequence."""
+        """Notes the step at which a sequence ends or its slots are full."""
         count, final = sequence.slots.count, sequence.final
         sequence.due = step = sequence.birth + (count if count < final else final)
         due = self._due.get(step)

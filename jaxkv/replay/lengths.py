@@ -1,12 +1,12 @@
-"""How long requests are and when they come, drawn from a distribution.
+"""Lengths and arrival times of requests, drawn from a distribution.
 
-    chat        log-normal prompts and answers, means 160 and 340, as of people with a chat model
-    instruct    log-normal, means 20 and 60: short instructions
+    chat        log-normal prompts and answers, with means of 160 and 340 tokens: conversations
+    instruct    log-normal, with means of 20 and 60 tokens: short instructions
     uniform     prompts of 1 to 2,048 tokens, answers of 1 to 512
-    two-kinds   nine of ten short (128 + 64), the tenth long (4,096 + 512)
+    two-kinds   nine in ten short (128 + 64 tokens), one in ten long (4,096 + 512)
 
-Arrivals are Poisson. The means of `chat` and `instruct` are those of ShareGPT and Alpaca in the
-vLLM paper (arXiv 2309.06180, section 6.1). Not here: tokens (`workloads`), real traces (`traces`).
+Arrivals are a Poisson process. The means of `chat` and `instruct` are those of ShareGPT and Alpaca
+in the vLLM paper (arXiv 2309.06180, section 6.1).
 """
 
 import numpy as np
@@ -40,10 +40,10 @@ def draw_requests(name: str, count: int, per_second: float, seed: int = 0) -> li
     """Draws requests.
 
     Args:
-      name: of `DISTRIBUTIONS`.
-      count: how many.
-      per_second: mean rate of arrivals.
-      seed: of the random stream.
+      name: a name from `DISTRIBUTIONS`.
+      count: number of requests.
+      per_second: mean number of arrivals per second.
+      seed: seed of the random numbers.
 
     Raises:
       ReplayError: there is no such distribution, or a number is out of range.
@@ -53,7 +53,7 @@ def draw_requests(name: str, count: int, per_second: float, seed: int = 0) -> li
     if not 1 <= count <= MOST_REQUESTS:
         raise ReplayError(f"{count} requests: must be 1 to {MOST_REQUESTS}")
     if not 1e-6 <= per_second <= 1e9:
-        raise ReplayError(f"{per_second} requests a second: must be 1e-6 to 1e9")
+        raise ReplayError(f"{per_second} requests per second: must be 1e-6 to 1e9")
     rng = np.random.default_rng(seed)
     prompts, answers = DISTRIBUTIONS[name](rng, count)
     arrivals = np.cumsum(rng.exponential(1 / per_second, count))

@@ -1,13 +1,15 @@
-"""The most that any order of eviction could find: Belady's, which knows what will be asked.
+"""The largest number of hits that any order of eviction can reach: Belady's order, which knows the
+future requests.
 
-When slots are needed, those go whose next use is farthest, and of equals the deepest (L. A. Belady,
-IBM Systems Journal 5:2, 1966). A use is to be found: what a request computes in any case, as the
-tokens of its answer, it finds no sooner for their being there, so that they need not be kept for
-it. Slots of one prefix share their fate from one branching to the next, so that runs of tokens are
-moved and not tokens: all sequences together make a fixed radix tree, cut wherever a prompt or a
-sequence ends, and of each run a beginning is there.
+When slots are needed, those with the farthest next use are evicted first, and of equal ones the
+deepest (L. A. Belady, IBM Systems Journal 5:2, 1966). Only a lookup is a use: tokens that a request
+computes in any case, such as those of its answer, need not be kept for it.
 
-At a granularity of P tokens only whole pages are found and kept, and sequences branch at pages.
+The tokens of a prefix between two branches are always used together, so the simulation moves runs
+of tokens and not single tokens. All sequences together make a fixed radix tree, cut where a prompt
+or a sequence ends. The tokens that the cache holds of a run are always the first ones.
+
+With a granularity of P tokens only whole pages are found and kept, and sequences branch at pages.
 """
 
 import heapq
@@ -18,20 +20,22 @@ from collections.abc import Iterable
 from jaxkv.prefix.node import TOKEN, common_length
 from jaxkv.replay.caches import Served, check_pages
 
-_ANYWAY = -1  # in place of a request's number
+_ANYWAY = -1  # in place of the number of a request
 
 
 class _Run:
     """Tokens between two cuts.
 
     Attributes:
-      start, end: positions.
-      tokens: packed.
-      parent: the run before it; None for the empty prefix.
-      children: by their first page.
-      coming: requests that look it up, and those that compute it in any case (`_ANYWAY`), in order.
-      resident: tokens that are there, from its start.
-      locked: the last request that computes with it.
+      start: position of the first token.
+      end: position after the last token.
+      tokens: packed tokens.
+      parent: the run before this one; None for the empty prefix.
+      children: the runs after this one, by their first page.
+      coming: future requests in order: the number of one that looks the run up, `_ANYWAY` for one
+        that computes it in any case.
+      resident: number of its first tokens that the cache holds.
+      locked: number of the last request that used it.
     """
 
     __slots__ = ("children", "coming", "end", "locked", "parent", "resident", "start", "tokens")
@@ -47,7 +51,7 @@ class _Run:
         self.locked = -1
 
     def path(self) -> "list[_Run]":
-        """The runs up to this one's end."""
+        """Returns the runs from the root to this one."""
         found: list[_Run] = []
         run = self
         while run.parent is not None:
@@ -58,7 +62,7 @@ class _Run:
 
 
 class Optimum:
-    """A cache that evicts as Belady, over requests that are known beforehand."""
+    """A cache that evicts in Belady's order; it knows all requests in advance."""
 
     def __init__(self, requests: Iterable[tuple[bytes, bytes]], capacity: int, granularity: int):
         """Reads all requests, packed prompts and answers.
@@ -66,7 +70,7 @@ class Optimum:
         Args:
           requests: in the order in which they will be served.
           capacity: slots, rounded up to whole pages.
-          granularity: tokens; 1 is exact.
+          granularity: tokens per page; 1 makes hits exact to the token.
 
         Raises:
           ReplayError: a number is out of range.
@@ -76,7 +80,8 @@ class Optimum:
         self._free = -(-capacity // granularity) * granularity
         self._capacity = self._free
         self._root = _Run(None, 0, b"")
-        self._ends: list[tuple[_Run, _Run, int]] = []  # of what is looked up, of what is computed
+        # For each request the last run looked up, the last run computed, and the tokens computed.
+        self._ends: list[tuple[_Run, _Run, int]] = []
         self._serial = 0
         self._heap: list[tuple[float, int, int, _Run]] = []
         for prompt, answer in requests:
@@ -89,7 +94,7 @@ class Optimum:
         self._next = 0
 
     def serve(self, prompt: bytes, answer: bytes) -> Served:
-        """Serves the next request; see PrefixCache. It must be the next one of those given."""
+        """See PrefixCache; the request must be the next one of those given."""
         number = self._next
         self._next += 1
         looked_up, computed, length = self._ends[number]
@@ -101,7 +106,7 @@ class Optimum:
             if run.resident < run.end - run.start:
                 break
         path = computed.path()
-        # Slots of a last page that is not full are taken while the request runs.
+        # The rest of the last page is allocated while the request runs.
         tail = -(-length // self._grain) * self._grain - computed.end
         needed = tail + sum(run.end - run.start - run.resident for run in path)
         for run in path:
@@ -115,7 +120,7 @@ class Optimum:
         return Served(matched, evicted, self._capacity - self._free)
 
     def _evict(self, num_tokens: int, number: int) -> int:
-        """Frees at least so many slots, whole pages at a time."""
+        """Frees at least `num_tokens` slots, in whole pages; returns how many."""
         freed, locked = 0, []
         while freed < num_tokens:
             entry = heapq.heappop(self._heap)
@@ -140,7 +145,8 @@ class Optimum:
         heapq.heappush(self._heap, (-_next_use(run), -run.end, self._serial, run))
 
     def _add(self, tokens: bytes) -> _Run:
-        """The run at whose end a sequence's last whole page ends, made or cut where it is not."""
+        """Returns the run that ends with the last whole page of a sequence; makes or cuts runs so
+        that there is one."""
         grain, run = self._grain, self._root
         end = len(tokens) // TOKEN // grain * grain
         while run.end < end:
@@ -156,7 +162,7 @@ class Optimum:
         return run
 
     def _cut(self, run: _Run, at: int) -> _Run:
-        """Makes the tokens before a position a run of their own, above the rest."""
+        """Splits a run at a position; returns the first part, the parent of the rest."""
         parent, grain = run.parent, self._grain
         assert parent is not None
         size = (at - run.start) * TOKEN
@@ -168,5 +174,5 @@ class Optimum:
 
 
 def _next_use(run: _Run) -> float:
-    """The next request that is better off if a run is there; infinity for none."""
+    """Returns the next request that looks a run up; infinity if there is none."""
     return run.coming[0] if run.coming and run.coming[0] != _ANYWAY else math.inf

@@ -1,8 +1,8 @@
-"""What a prefix cache saves: requests replayed over it, one after the other.
+"""What a prefix cache saves: requests are replayed over it, one after the other.
 
-Saved are the multiply-adds of the prompt tokens that were found: those of a whole prefill less
-those of the tokens behind the hit, attention over the hit included. Seconds are operations over a
-rate. Not here: the caches (`caches`, `optimum`), what a model multiplies (`jaxkv.ledger`).
+The saved multiply-adds are those of a whole prefill minus those of a prefill of the tokens after
+the hit, attention to the hit included. `caches` and `optimum` have the caches, and `jaxkv.ledger`
+counts multiply-adds.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,14 +25,15 @@ class Turn:
     """What one request took from the cache and left in it.
 
     Attributes:
-      number: from 1.
-      prompt, answer: tokens.
+      number: number of the request, from 1.
+      prompt: tokens of the prompt.
+      answer: tokens of the answer.
       matched: prompt tokens that were found.
-      recomputed: prompt tokens that were not.
-      inserted: tokens computed, and known from now on.
-      evicted: slots that were let go for it.
-      held: slots of cached tokens when it had ended.
-      refused: it did not fit.
+      recomputed: prompt tokens that were not found.
+      inserted: tokens that were computed and are cached from now on.
+      evicted: slots that were evicted for it.
+      held: slots of cached tokens after it.
+      refused: whether it did not fit.
     """
 
     number: int
@@ -48,18 +49,22 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Reuse:
-    """What a cache made of a workload.
+    """What a cache saved of a workload.
 
     Attributes:
-      cache, eviction: their names.
+      cache: name of the cache.
+      eviction: name of the order of eviction.
       page_size: P.
-      capacity: tokens.
-      requests, refused: how many came, and how many were longer than the cache.
-      prompt_tokens, hit_tokens: of all prompts, and those found.
-      evicted_tokens: slots let go.
-      most_held, mean_held: slots of cached tokens after a request.
-      prefill_flops, saved_flops: operations of all prefills without a cache across requests, and
-        those that hits saved; 0 without a model.
+      capacity: tokens that the cache holds.
+      requests: number of requests.
+      refused: number of requests that were longer than the cache.
+      prompt_tokens: tokens of all prompts.
+      hit_tokens: prompt tokens that were found.
+      evicted_tokens: slots that were evicted.
+      most_held: largest number of slots of cached tokens after a request.
+      mean_held: mean number of slots of cached tokens after a request.
+      prefill_flops: operations of all prefills without a prefix cache; 0 without a model.
+      saved_flops: operations that hits saved; 0 without a model.
     """
 
     cache: str
@@ -78,50 +83,50 @@ class Reuse:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompts' tokens that was found."""
+        """Share of the prompt tokens that was found."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def check_reusable(model: Model) -> None:
-    """Raises ReplayError where a prefix of a model cannot be found by its pages.
+    """Raises ReplayError if a prefix of a model cannot be found by its pages.
 
-    A constant state is of one position alone: a hit in the middle of what it has seen would need a
-    copy of it from there, which no cache here keeps or counts.
+    A constant state belongs to one position. A hit at an earlier position would need a copy of the
+    state from there, which no cache of this package keeps or counts.
     """
     count = sum(isinstance(one.mixer, State) for one in model.layers)
     if count:
         raise ReplayError(
-            f"{model.name}: {count} of {len(model.layers)} layers have a constant state, of which "
-            "prefix caches of pages keep no copies: its reuse is not counted"
+            f"{model.name}: {count} of {len(model.layers)} layers have a constant state, and "
+            "prefix caches of pages keep no copies of it: its reuse is not counted"
         )
 
 
 def pack_requests(
     requests: Iterable[tuple[list[int], list[int]]],
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Prompts and answers as the index has tokens."""
+    """Returns prompts and answers as packed tokens, as the prefix index takes them."""
     return ((pack(prompt), pack(answer)) for prompt, answer in requests)
 
 
 def turns(
     requests: Packed, cache: str, *, capacity: int, page_size: int = 16, eviction: str = "lru"
 ) -> Iterator[Turn]:
-    """Replays requests over a cache.
+    """Replays requests over a cache, and yields one turn per request.
 
     Args:
-      requests: packed; none empty.
-      cache: of `CACHES`.
-      capacity: tokens that it holds.
-      page_size: P.
-      eviction: of `EVICTIONS`, or `optimum`, the limit for what the cache finds: whole pages, or
-        for `token` single ones.
+      requests: packed prompts and answers, none of them empty.
+      cache: a name from `CACHES`.
+      capacity: tokens that the cache holds.
+      page_size: P, tokens per page.
+      eviction: a name from `EVICTIONS`, or `optimum` for the upper limit of what the cache can
+        find: of whole pages, or of single tokens for the cache `token`.
 
     Raises:
-      ReplayError: there is no such cache or order, or a number is out of range.
+      ReplayError: there is no such cache or eviction, or a number is out of range.
     """
     if eviction == OPTIMUM:
         if cache not in CACHES[2:]:
-            raise ReplayError(f"{OPTIMUM}: is of a cache that keeps pages, not of {cache!r}")
+            raise ReplayError(f"{OPTIMUM}: needs a cache that keeps pages, not {cache!r}")
         check_pages(capacity, page_size)
         slots = -(-capacity // page_size) * page_size
         made: PrefixCache = Optimum(requests, slots, 1 if cache == "token" else page_size)
@@ -153,11 +158,11 @@ def measure_reuse(
     model: Model | None = None,
     on_request: Callable[[], object] = lambda: None,
 ) -> Reuse:
-    """Replays requests and adds up what `turns` says of them.
+    """Replays requests and adds up their turns.
 
     Args:
       requests, cache, capacity, page_size, eviction: see `turns`.
-      model: whose multiply-adds are counted.
+      model: the model whose multiply-adds are counted, if any.
       on_request: called after each request.
 
     Raises:

@@ -1,7 +1,4 @@
-"""Where the sequences of a simulated service have their slots: one run each, or pages.
-
-Not here: how runs are found (`contiguous`), the service (`fragmentation`).
-"""
+"""Where the sequences of a simulated service have their slots: in one run each, or in pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,32 +13,33 @@ MOST_PAGES = 1 << 26
 
 
 class Store(Protocol):
-    """Where sequences have their slots."""
+    """Allocates the slots of sequences."""
 
     def fits(self, final: int) -> bool:
-        """Whether a sequence of so many tokens can be served at all."""
+        """Returns whether a sequence that ends with `final` tokens can be served at all."""
         ...
 
     def admit(self, length: int, final: int, running: int) -> "Slots | None":
-        """Takes the first slots of a sequence; None where there is no room."""
+        """Allocates the first slots of a sequence; returns None if there is no room."""
         ...
 
     def grow(self, growing: "Sequence[Slots]") -> bool:
-        """Takes more for each, or for none; whether there was room."""
+        """Allocates more slots for all of the sequences, or for none; returns whether it did."""
         ...
 
     def release(self, slots: "Slots") -> None:
-        """Takes them back."""
+        """Frees the slots of a sequence."""
         ...
 
     def external(self, length: int, final: int) -> int:
-        """Free slots that would do for a sequence that waits, if they were in one piece."""
+        """Returns the free slots that would be enough for a waiting sequence if they were in one
+        piece; 0 if they would not be enough."""
         ...
 
 
 @dataclass(slots=True)
 class Slots:
-    """A sequence's slots: so many, and what its store knows them by."""
+    """The slots of a sequence: their number, and the run or the pages that they are in."""
 
     count: int
     start: int = 0
@@ -49,7 +47,7 @@ class Slots:
 
 
 class Contiguous:
-    """One run a sequence."""
+    """One run per sequence."""
 
     def __init__(self, allocator: Reserving, longest: int):
         self._allocator = allocator
@@ -80,7 +78,7 @@ class Contiguous:
 
 
 class Paged:
-    """Pages of the engine's pool."""
+    """Pages of the pool of the engine."""
 
     def __init__(self, capacity: int, page_size: int):
         self._pool = PagePool(capacity // page_size + 1)
@@ -93,7 +91,7 @@ class Paged:
     def admit(self, length: int, final: int, running: int) -> Slots | None:
         """See Store."""
         needed = -(-length // self._page_size)
-        if needed + running > self._pool.num_free:  # a page for each that runs stays free
+        if needed + running > self._pool.num_free:  # one page per running sequence stays free
             return None
         return Slots(needed * self._page_size, pages=self._pool.acquire(needed))
 
@@ -116,13 +114,13 @@ class Paged:
 
 
 def make_store(name: str, capacity: int, page_size: int, max_length: int) -> Store:
-    """An empty store of so many slots.
+    """Makes an empty store.
 
     Args:
-      name: of `ALLOCATORS`.
-      capacity: slots.
-      page_size: P, of `paged`.
-      max_length: what `max-length` reserves.
+      name: a name from `ALLOCATORS`.
+      capacity: number of slots.
+      page_size: P of the allocator `paged`.
+      max_length: slots that `max-length` reserves for each sequence.
 
     Raises:
       ReplayError: there is no such allocator, or a number is out of range.

@@ -1,13 +1,13 @@
 """Traces of real services: when requests came, how long they were, and what they shared.
 
-A line is a JSON object, as Mooncake published theirs (arXiv 2407.00079):
+Each line is a JSON object in the format of the Mooncake traces (arXiv 2407.00079):
 
     {"timestamp": 1500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, .., 13]}
 
-`timestamp` is in milliseconds; `hash_ids` has a number for each 512 tokens of the prompt, equal
-where the prompts are equal up to there. Either may be missing where it is not needed. What a user
-said is not in a trace, so `Expanded` makes tokens up that are shared as the numbers are; answers
-are shared with nobody.
+`timestamp` is in milliseconds. `hash_ids` has one number for every 512 tokens of the prompt; equal
+numbers mean that the prompts are equal up to there. Either key may be missing if it is not needed.
+A trace does not hold the text, so `Expanded` makes up tokens that are shared like the numbers.
+Answers are shared with no other request.
 """
 
 import json
@@ -19,10 +19,10 @@ import numpy as np
 
 from jaxkv.replay.errors import ReplayError
 
-BLOCK = 512  # tokens of a hash id
+BLOCK = 512  # tokens per hash id
 LONGEST = 1 << 24
 _LATEST = 10**14
-_ANSWERS = 1 << 30  # token ids from here on are of answers
+_ANSWERS = 1 << 30  # token ids from here on are for answers
 _MOST_BLOCKS = _ANSWERS // BLOCK
 
 
@@ -30,9 +30,10 @@ class TraceRequest(NamedTuple):
     """One request.
 
     Attributes:
-      arrival: seconds.
-      prompt, answer: tokens.
-      blocks: a number for each 512 tokens of the prompt; empty where the trace has none.
+      arrival: time of arrival in seconds.
+      prompt: tokens of the prompt.
+      answer: tokens of the answer.
+      blocks: one number for every 512 tokens of the prompt; empty if the trace has none.
     """
 
     arrival: float
@@ -42,17 +43,17 @@ class TraceRequest(NamedTuple):
 
 
 def read_trace(path: Path, *, needs: str | None = None) -> list[TraceRequest]:
-    """Reads a trace, in order of arrival.
+    """Reads a trace, and sorts it by arrival.
 
     Args:
-      path: of the file.
-      needs: `timestamp` or `hash_ids`, which may be missing otherwise: all come at once then, or
-        share nothing.
+      path: path of the file.
+      needs: `timestamp` or `hash_ids` if that key must be given. Without time stamps all requests
+        come at once; without hash ids they share nothing.
 
     Raises:
-      ReplayError: it has no request, or a line is none, or is without what is needed; the line is
-        named.
-      OSError: it cannot be read.
+      ReplayError: the file has no request, or a line is not a request or has no `needs`; the
+        message names the line.
+      OSError: the file cannot be read.
     """
     requests = []
     with path.open("rb") as lines:
@@ -69,14 +70,14 @@ def read_trace(path: Path, *, needs: str | None = None) -> list[TraceRequest]:
 
 
 class Expanded:
-    """Packed prompts and answers whose tokens are equal where the blocks' numbers are.
+    """Packed prompts and answers, whose tokens are equal where the numbers of the blocks are.
 
-    Made anew in each round, since all together may be larger than a memory. A request without
-    blocks shares nothing; answers have a token at least, and are distinct from all else.
+    Each iteration makes the tokens again, since all of them may not fit into memory. A request
+    without blocks shares nothing. Answers have at least one token and are shared with no other.
     """
 
     def __init__(self, trace: Sequence[TraceRequest]):
-        """Takes the requests.
+        """Takes the requests of a trace.
 
         Raises:
           ReplayError: there are more blocks than token ids for them.
@@ -108,13 +109,13 @@ class Expanded:
 
 
 def _request(raw: Any, needs: str | None) -> TraceRequest:
-    """A request of a parsed line.
+    """Returns the request of a parsed line.
 
     Raises:
-      ReplayError: it is none.
+      ReplayError: the line is not a request, or has no `needs`.
     """
     if not isinstance(raw, dict):
-        raise ReplayError("is no JSON object")
+        raise ReplayError("is not a JSON object")
     if needs is not None and raw.get(needs) in (None, []):
         raise ReplayError(f"has no {needs}")
     blocks = raw.get("hash_ids", [])

@@ -1,13 +1,13 @@
-"""Workloads as token ids: what is asked and answered, one request after the other.
+"""Workloads as token ids: prompts and answers, one request after the other.
 
-    W1      2,000 conversations of 5 turns in turn, 8 system prompts
-    W1g     the same, 100 conversations at a time
+    W1      2,000 conversations of 5 turns that take turns, with 8 system prompts
+    W1g     the same, but 100 conversations at a time
     W2      2,000 questions about 50 documents of 8,000 tokens; W2f is the same for a larger cache
     W3      5,000 prompts that share nothing
-    W4      a trace's first 2,000 requests that fit, an eighth of their size
+    W4      the first 2,000 requests of a trace that fit, at an eighth of their size
 
-The same seeds give the same tokens everywhere. Not here: lengths without tokens (`lengths`), traces
-at their full size (`traces`).
+The same seeds give the same tokens on every machine. `lengths` draws lengths without tokens, and
+`traces` reads traces at their full size.
 """
 
 import json
@@ -16,14 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VOCAB = 128_000
-LONGEST = 16_384  # tokens of a prompt
+LONGEST = 16_384  # tokens per prompt
 WORKLOADS = ("W1", "W1g", "W2", "W2f", "W3", "W4")
 
 Requests = Iterator[tuple[list[int], list[int]]]  # prompt, answer
 
 
 def stream(name: str, trace: Path | None = None) -> tuple[Requests, int]:
-    """The requests of a workload, and the tokens that its cache holds; W4 needs a trace."""
+    """Returns the requests of a workload, and the capacity of its cache in tokens. W4 needs a
+    trace."""
     if name == "W4":
         assert trace is not None
         requests = hashed_blocks(trace)
@@ -46,7 +47,8 @@ def conversations(
     asked: int = 64,
     answered: int = 128,
 ) -> Requests:
-    """Talks of some turns, `at_a_time` of them in turn, each behind one of some system prompts."""
+    """Yields the turns of conversations. `at_a_time` conversations take turns, and each begins with
+    one of the system prompts."""
     rng = random.Random(1)
     prompts = [random_tokens(rng, system_tokens) for _ in range(systems)]
     for first in range(0, num_talks, at_a_time):
@@ -61,7 +63,7 @@ def conversations(
 
 
 def questions() -> Requests:
-    """40 questions of 32 tokens about each of 50 documents, shuffled."""
+    """Yields 40 questions of 32 tokens about each of 50 documents, shuffled."""
     rng = random.Random(2)
     documents = [random_tokens(rng, 8_000) for _ in range(50)]
     order = [document for document in documents for _ in range(40)]
@@ -71,17 +73,17 @@ def questions() -> Requests:
 
 
 def unique_prompts() -> Requests:
-    """5,000 prompts of 1,024 tokens."""
+    """Yields 5,000 prompts of 1,024 tokens."""
     rng = random.Random(3)
     for _ in range(5_000):
         yield random_tokens(rng, 1_024), random_tokens(rng, 1)
 
 
 def hashed_blocks(path: Path) -> Requests:
-    """The first 2,000 requests of a trace that fit, 64 made-up tokens for each of its blocks.
+    """Yields the first 2,000 requests of a trace that fit, with 64 made-up tokens per block.
 
-    A line is a JSON object with `timestamp`, `output_length`, and `hash_ids`, a number a block; one
-    without blocks is passed over. `traces.read_trace` says which lines are none.
+    The file is a trace as in `traces`, already checked by `traces.read_trace`. Requests without
+    blocks are skipped.
     """
     num_requests = 0
     with path.open(encoding="utf-8") as lines:
@@ -102,5 +104,5 @@ def hashed_blocks(path: Path) -> Requests:
 
 
 def random_tokens(rng: random.Random, n: int) -> list[int]:
-    """Token ids, the same whether they are drawn at once or in parts."""
+    """Returns token ids, which are the same whether they are drawn at once or in parts."""
     return [rng.randrange(VOCAB) for _ in range(n)]

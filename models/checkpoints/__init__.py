@@ -1,8 +1,8 @@
 """Checkpoints on disk behind one interface: Hugging Face directories and GGUF files.
 
-`open_checkpoint(path)` picks the form. Reading streams tensor by tensor (`base.Checkpoint`).
-
-Not here: checkpoints of our own, which Orbax writes, and the names of models that are fetched.
+`open_checkpoint(path)` finds out which one a path is. Tensors are read one at a time
+(`base.Checkpoint`). Checkpoints that `jaxkv convert` wrote are read in
+`jaxkv.models.orbax_checkpoint`, and models are fetched by name in `jaxkv.models.pretrained`.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a directory of `config.json` and `.safetensors` files, or a `.gguf` file.
 
     Raises:
-      ModelError: `path` is neither, or what is there cannot be used.
+      ModelError: the path is neither of them, or it cannot be used.
     """
     path = Path(path)
     if path.is_dir():
@@ -30,7 +30,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ModelError(f"{path}: no such file or directory")
     if path.suffix != ".gguf":
         raise ModelError(
-            f"{path}: not a model: looked for a directory with config.json and .safetensors files, "
-            "or a file that ends in .gguf"
+            f"{path}: not a model; a model is a directory with config.json and .safetensors "
+            "files, or a file that ends in .gguf"
         )
     return open_gguf_checkpoint(path)

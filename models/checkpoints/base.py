@@ -1,8 +1,8 @@
-"""What every checkpoint form offers the loader: a config, and tensors read one at a time.
+"""What every kind of checkpoint offers the loader: a config, and tensors that are read one by one.
 
-Names are those of Hugging Face checkpoints, Gemma's own where it has more norms than Llama
-(`names.tensor_shapes`). Values mean what they mean in Llama's: `[out, in]` matrices, half-split
-RoPE, norm weights that are the whole factor (a form that stores `w - 1` adds one while reading).
+Tensors have the names of Hugging Face checkpoints (`names.tensor_shapes`). Values are as in
+Llama's: `[out, in]` matrices, half-split RoPE, and norm weights that are the whole factor (a
+checkpoint that stores `w - 1` adds one while reading).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ class CheckpointTensor:
     Attributes:
       name: Hugging Face name.
       shape: `[out, in]` for a matrix.
-      read_into: writes the values, cast to the array's dtype, into an array of `shape` (any
-        strides), without ever holding a second whole copy in memory.
+      read_into: writes the values into an array of `shape` with any strides, cast to its dtype. It
+        never holds a second whole copy in memory.
     """
 
     name: str
@@ -31,11 +31,15 @@ class CheckpointTensor:
 
 
 class Checkpoint(Protocol):
-    """An opened checkpoint; opening reads the config and the tensors' directory, not the values."""
+    """An opened checkpoint: its config and list of tensors were read, but no values yet."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     def tensors(self) -> Iterator[CheckpointTensor]:
-        """Yields every tensor once, in file order; raises ModelError for one it cannot read."""
+        """Yields every tensor once, in file order.
+
+        Raises:
+          ModelError: a tensor cannot be read.
+        """
         ...

@@ -1,6 +1,6 @@
-"""A ModelConfig as JSON and back, exactly: what a checkpoint of our own carries beside its weights.
+"""A ModelConfig as JSON and back, exactly, for the checkpoints that `jaxkv convert` writes.
 
-Not here: the `config.json` of a Hugging Face directory (`hf_config`).
+The `config.json` of a Hugging Face directory is read in `hf_config`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _SCALING_NAMES: dict[type, str] = {
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """`config` in JSON's types; a RoPE scaling gains a `type` of linear, llama3 or yarn."""
+    """Returns a config in JSON's types; a RoPE scaling gets a `type`: linear, llama3 or yarn."""
     raw = asdict(config)
     raw["layers"] = list(raw["layers"])
     for layer, source in zip(raw["layers"], config.layers, strict=True):
@@ -30,17 +30,17 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_json(raw: Mapping[str, Any], where: str = "config") -> ModelConfig:
-    """The config that `config_to_json` made `raw` from.
+    """Returns the config of which `config_to_json` made `raw`.
 
     Raises:
-      ModelError: a key is missing, unknown, or holds a value of the wrong type; starts with
-        `where`.
+      ModelError: a key is missing, unknown, or has a value of the wrong type; the message starts
+        with `where`.
     """
     return _decode(ModelConfig, raw, where)
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint`, which is one that occurs in a ModelConfig."""
+    """Returns a value as the type `hint`, which must be a type that occurs in a ModelConfig."""
     origin = get_origin(hint)
     if hint == RopeScaling | None:
         return None if value is None else _scaling(value, where)

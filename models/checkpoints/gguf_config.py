@@ -1,10 +1,8 @@
 """The keys of a GGUF file as a ModelConfig.
 
-What the keys leave out is filled in as llama.cpp fills it in: which Gemma layers slide, the RoPE
-base of Gemma 3's sliding layers, the query scale of the 27B models. Which unknown keys pass is
-`keys`' rule.
-
-Not here: weights (`gguf_reader`), the tokenizer (`tokenizer.*` keys).
+What the keys leave out is filled in as in llama.cpp: which Gemma layers slide, the RoPE base of
+Gemma 3's sliding layers, the query scale of the 27B models. `keys` says which unknown keys are
+accepted. `gguf_reader` reads the weights, `jaxkv.models.tokenizer` the `tokenizer.*` keys.
 """
 
 import math
@@ -43,11 +41,14 @@ class _Arch:
     """How one `general.architecture` differs from Llama.
 
     Attributes:
-      slides: the window key has a meaning.
-      gemma: post norms, scaled embeddings, soft caps, layers that slide.
-      large: number of layers of the 27B model, whose query scale is that of E / H, not of D.
-      period: of `period` layers all but the last slide.
-      local_theta: RoPE base of the layers that slide, unscaled; None for that of the others.
+      slides: whether the window key has a meaning.
+      qk_norm: whether q and k are normalised per head.
+      gemma: whether there are norms after attention and MLP, scaled embeddings, soft caps, and
+        layers that slide.
+      large: number of layers of the 27B model, whose query scale is (E / H)^-0.5, not D^-0.5.
+      period: of each `period` layers all but the last one slide.
+      local_theta: RoPE base, without scaling, of the layers that slide; None for the common base.
+      soft_caps: soft caps of the attention logits and of the final logits.
     """
 
     slides: bool = False
@@ -76,8 +77,8 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     A `llama` with a sliding window is a Mistral.
 
     Raises:
-      ModelError: an architecture, a key or a value that is not implemented, by name; a model
-        split over several files.
+      ModelError: an architecture, a key or a value is not implemented (the message names it), or
+        the model is split over several files.
     """
     name = file.metadata.get("general.architecture")
     arch = _ARCHS.get(name) if isinstance(name, str) else None
@@ -120,7 +121,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
 
 
 def _keys(file: GgufFile, name: str, arch: _Arch) -> Keys:
-    """The keys of the architecture, in plain Python: one value for a list of equal ones."""
+    """Returns the keys of the architecture; a list of equal values is one value."""
     prefix = f"{name}."
     values = {
         key.removeprefix(prefix): _plain(file.metadata[key])
@@ -139,7 +140,7 @@ def _keys(file: GgufFile, name: str, arch: _Arch) -> Keys:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        # GGUF numbers are float32: 1e-5 is meant, not 9.999999747378752e-06.
+        # Numbers are float32: 9.999999747378752e-06 stands for 1e-5.
         return float(str(np.float32(value)))
     if isinstance(value, list) and value and all(item == value[0] for item in value):
         return value[0]
@@ -170,12 +171,12 @@ def _attention(
 
 
 def _ropes(keys: Keys, file: GgufFile, arch: _Arch, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """RoPE of the layers that see all, and of those that slide."""
+    """Returns the RoPE of full layers, and of sliding layers."""
     theta = keys.number("rope.freq_base")
     scaling = _scaling(keys)
     if ROPE_FREQS in file.tensors:
         if scaling is not None:
-            raise keys.error("rope.scaling.type", f"is not supported beside {ROPE_FREQS}")
+            raise keys.error("rope.scaling.type", f"is not supported together with {ROPE_FREQS}")
         scaling = _llama3(file, theta, head_dim)
     full = RopeConfig(theta=theta, scaling=scaling)
     if not arch.gemma:
@@ -187,7 +188,7 @@ def _ropes(keys: Keys, file: GgufFile, arch: _Arch, head_dim: int) -> tuple[Rope
 
 
 def _scaling(keys: Keys) -> RopeScaling | None:
-    factors = [  # the newer name, the older; 0 is none
+    factors = [  # the newer name, then the older one; 0 means none
         keys.number(key) for key in ("rope.scaling.factor", "rope.scale_linear") if keys.get(key)
     ]
     factor = factors[0] if factors else None
@@ -227,7 +228,7 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> RopeScaling | None:
 
 
 def _slides(keys: Keys, arch: _Arch, num_layers: int, window: int | None) -> list[bool]:
-    """Which layers see a window."""
+    """Returns which layers have a window."""
     if not arch.gemma:
         return [window is not None] * num_layers
     if window is None:

@@ -1,11 +1,10 @@
-"""A GGUF file, opened: its metadata, and its tensors dequantised a block at a time.
+"""A GGUF file, opened: its metadata, and its tensors, which are dequantised block by block.
 
-Not here: what keys and tensor names mean (`gguf_config`, `gguf_reader`, `jaxkv.models.tokenizer`).
-
-The header is walked here and not by `gguf.GGUFReader`, which makes numpy arrays of every string:
-tens of seconds for the 262,144 tokens of Gemma 3, where this takes a tenth of one. Values are read
-and not mapped, so that pages of the file never count as memory of the process. Layout:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little-endian.
+This module reads the header itself, since `gguf.GGUFReader` makes numpy arrays of every string:
+that takes tens of seconds for the 262,144 tokens of Gemma 3, where this takes a tenth of a second.
+Values are read, not mapped, so that pages of the file never count as memory of the process.
+Versions 2 and 3 are read, little-endian only. The layout of the file:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import mmap
@@ -23,10 +22,11 @@ from gguf.quants import dequantize
 
 from jaxkv.models.errors import ModelError
 
-_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # codes of `struct`
+# By type number: the code of `struct`.
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _U64, _ARRAY_HEAD = struct.Struct("<Q"), struct.Struct("<IQ")
-_BLOCK_VALUES = 1 << 16  # as float32 256 KiB, so that temporaries of `dequantize` stay in L2
+_BLOCK_VALUES = 1 << 16  # 256 KiB as float32, so that temporaries of `dequantize` stay in L2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,10 @@ class GgufTensor:
 
     Attributes:
       name: GGUF name, such as `blk.0.attn_q.weight`.
-      shape: row-major, `[out, in]` for a matrix (the file lists dims the other way round).
+      shape: row-major, `[out, in]` for a matrix (the file lists dims in the opposite order).
       kind: how values are quantised.
-      offset: of the first byte, from the start of the file.
-      nbytes: in the file.
+      offset: offset of the first byte from the start of the file.
+      nbytes: bytes in the file.
     """
 
     name: str
@@ -53,9 +53,9 @@ class GgufFile:
     """A GGUF file whose header has been read.
 
     Attributes:
-      path: of the file.
-      metadata: key to plain Python value; an array is a list, decoded when first asked for.
-      tensors: by name, in file order.
+      path: path of the file.
+      metadata: plain Python values by key; an array is a list that is decoded at its first use.
+      tensors: tensors by name, in file order.
     """
 
     path: Path
@@ -63,14 +63,14 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     def blocks(self, tensor: GgufTensor) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields `tensor` as float32 in runs of whole rows, about 256 KiB each.
+        """Reads a tensor as float32, in runs of whole rows of about 256 KiB each.
 
         Yields:
-          Pairs of the rows' slice and their values, `[rows, in]`; a vector comes as one run of
-          shape `[n]`.
+          Pairs of a slice of rows and their values, `[rows, in]`; a vector is one run of shape
+          `[n]`.
 
         Raises:
-          ModelError: the tensor's type has no dequantiser, or the file has shrunk.
+          ModelError: values of this type cannot be dequantised, or the file has become shorter.
         """
         block_values, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         num_rows = tensor.shape[0]
@@ -89,7 +89,7 @@ class GgufFile:
                 yield slice(start, stop), values.reshape(stop - start, *row_shape)
 
     def _dequantised(self, tensor: GgufTensor, raw: bytes) -> np.ndarray:
-        # One flat row: `dequantize` loops in Python over groups of 16 rows.
+        # One flat row, since `dequantize` loops in Python over groups of 16 rows.
         flat = np.frombuffer(raw, np.uint8)[None]
         try:
             return dequantize(flat, tensor.kind)
@@ -104,10 +104,10 @@ def open_gguf(path: Path) -> GgufFile:
     """Opens a GGUF file: reads its header, and checks that every tensor lies within the file.
 
     Args:
-      path: of the file; for a model split into several, each holds a header of its own.
+      path: path of the file.
 
     Raises:
-      ModelError: the file is missing, empty, truncated, big-endian, not GGUF, of an unknown
+      ModelError: the file is missing, empty, truncated, big-endian, not GGUF, has an unknown
         version, or has a tensor of an unknown type.
     """
     path = Path(path)
@@ -142,7 +142,7 @@ def open_gguf(path: Path) -> GgufFile:
 def _checked(
     path: Path, file_size: int, info: tuple[str, tuple[int, ...], int, int], start: int
 ) -> GgufTensor:
-    """Checks one entry of the tensor directory against the file; `start` is that of the values."""
+    """Checks an entry of the list of tensors; the values of all tensors start at byte `start`."""
     name, shape, kind, offset = info
     try:
         known = GGMLQuantizationType(kind)
@@ -164,7 +164,7 @@ def _checked(
 
 
 class _Header:
-    """A cursor over the header; reading past the end of the file is a ModelError."""
+    """A cursor over the header. Reading past the end of the file raises ModelError."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self.path = path
@@ -183,7 +183,7 @@ class _Header:
             raise ModelError(f"{self.path}: {what} is not UTF-8; the file is damaged") from None
 
     def key_value(self) -> tuple[str, Any]:
-        """One key with its value, or with a function that decodes the value if it is an array."""
+        """Reads a key with its value; for an array, with a function that decodes it."""
         key = self.string("a key")
         kind = self.scalar("I")
         if kind == _STRING:
@@ -195,13 +195,13 @@ class _Header:
         return key, self.scalar(self._code(kind, key))
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, row-major shape, type number, and offset from the start of the data."""
+        """Reads name, row-major shape, type number, and offset from the start of the values."""
         name = self.string("a tensor's name")
         dims = [self.scalar("Q") for _ in range(self.scalar("I"))]
         return name, tuple(reversed(dims)), self.scalar("I"), self.scalar("Q")
 
     def array(self, start: int, key: str) -> list[Any]:
-        """Decodes the array whose element type is stored at byte `start`."""
+        """Decodes the array whose type is stored at byte `start`."""
         self.offset = start
         kind, count = _ARRAY_HEAD.unpack(self._take(_ARRAY_HEAD.size))
         if kind == _STRING:
@@ -222,7 +222,7 @@ class _Header:
             self._take(count * struct.calcsize(self._code(kind, key)))
 
     def _skip_strings(self, count: int) -> None:
-        # The hot loop of opening a file: a vocabulary is a quarter of a million strings.
+        # The hot loop when a file is opened: a vocabulary has a quarter of a million strings.
         data, offset, read = self.data, self.offset, _U64.unpack_from
         try:
             for _ in range(count):
@@ -247,7 +247,7 @@ class _Header:
 
 
 class _Metadata(Mapping[str, Any]):
-    """The key-value pairs of a header; arrays wait as functions until they are asked for."""
+    """The key-value pairs of a header; an array is stored as a function until its first use."""
 
     def __init__(self, path: Path, values: dict[str, Any | Callable[[], list[Any]]]):
         self._path = path

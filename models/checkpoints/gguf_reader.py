@@ -1,10 +1,10 @@
-"""A GGUF file as a Checkpoint: Hugging Face names, half-split RoPE, values dequantised.
+"""A GGUF file as a Checkpoint: Hugging Face names, half-split RoPE, dequantised values.
 
-Files of the `llama` architecture hold W_q and W_k with the two halves of each head interleaved,
-because llama.cpp rotates neighbouring channels there; reading puts the rows back. The other
+In files of the `llama` architecture the two halves of each head of W_q and W_k are interleaved,
+because llama.cpp rotates neighbouring channels; the rows are put back while they are read. Other
 architectures are stored as they are. Norm weights are the whole factor in every GGUF file.
 
-Not here: the file format (`gguf_file`), the keys (`gguf_config`).
+`gguf_file` reads the file format, and `gguf_config` the keys.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ _POST_NORM_LAYER = _LAYER | {
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """A GGUF file whose header has been read; implements `base.Checkpoint`."""
+    """A GGUF file whose header was read; implements `base.Checkpoint`."""
 
     config: ModelConfig
     file: GgufFile
@@ -70,7 +70,7 @@ def open_gguf_checkpoint(path: Path) -> GgufCheckpoint:
 
     Raises:
       ModelError: the file cannot be read (`open_gguf`), its keys are refused
-        (`config_from_gguf`), or a tensor is missing, unknown or of another shape.
+        (`config_from_gguf`), or a tensor is missing, unknown or has another shape.
     """
     file = open_gguf(path)
     config = config_from_gguf(file)
@@ -85,7 +85,7 @@ def open_gguf_checkpoint(path: Path) -> GgufCheckpoint:
 
 
 def _hf_name(name: str, *, post_norms: bool) -> str:
-    """The Hugging Face name; a name that has none is left, to be refused by it."""
+    """Returns the Hugging Face name. An unknown name is returned as it is, and refused later."""
     if name in _OUTER:
         return _OUTER[name]
     table = _POST_NORM_LAYER if post_norms else _LAYER
@@ -97,7 +97,7 @@ def _hf_name(name: str, *, post_norms: bool) -> str:
 
 
 def _half_split_rows(num_rows: int, head_dim: int) -> np.ndarray:
-    """Where each stored row goes: of a head, row 2i is channel i and row 2i + 1 is D/2 + i."""
+    """Returns where each stored row goes: in a head, row 2i is channel i, row 2i + 1 is D/2 + i."""
     rows = np.arange(num_rows).reshape(-1, 2, head_dim // 2)
     return rows.swapaxes(1, 2).reshape(-1)
 

@@ -1,9 +1,8 @@
-"""A Hugging Face `config.json` as a ModelConfig, in the forms transformers 4 and 5 write.
+"""A Hugging Face `config.json` as a ModelConfig, in the forms that transformers 4 and 5 write.
 
-A key that is missing has transformers' own default for that family; sizes have none, save those
-of Gemma 3, whose files on the hub state only what differs. Which other keys pass is `keys`' rule.
-
-Not here: weights (`safetensors_dir`); `generation_config.json`, which says how to sample.
+A missing key has the default of transformers for that family. Most sizes have no default, except in
+Gemma 3, whose files on the hub state only what differs. `keys` says which other keys are accepted.
+`generation_config.json`, which says how to sample, is not read.
 """
 
 import math
@@ -11,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxkv.models.checkpoints.hf_rope import FULL, SLIDING, longest_sequence, ropes_from_hf
+from jaxkv.config_keys import FULL, HARMLESS, SIZES, SLIDING, VISION
+from jaxkv.models.checkpoints.hf_rope import longest_sequence, ropes_from_hf
 from jaxkv.models.checkpoints.keys import Keys
 from jaxkv.models.config import Activation, AttentionConfig, LayerConfig, ModelConfig
 from jaxkv.models.errors import ModelError
@@ -21,29 +21,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_HARMLESS = (
-    # What and whose the file is, how it was trained and stored, special tokens, sampling defaults.
-    {"architectures", "model_type", "name_or_path", "transformers_version", "is_llama_config"}
-    | {"torch_dtype", "dtype", "use_cache", "cache_implementation", "transformers.js_config"}
-    | {"initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp", "is_decoder"}
-    | {"unsloth_fixed", "unsloth_version", "tokenizer_class", "chunk_size_feed_forward"}
-    | {"bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"}
-    | {"id2label", "label2id", "num_labels", "problem_type", "finetuning_task"}
-    | {"task_specific_params", "return_dict", "output_hidden_states", "output_attentions"}
-    | {"max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"}
-    | {"diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"}
-    | {"length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"}
-    | {"num_return_sequences", "max_window_layers"}
-)
+_HARMLESS = HARMLESS | {"max_window_layers"}  # where no family reads it
 _NEUTRAL = {"partial_rotary_factor": 1.0, "is_causal": True}
-# Of a Gemma 3 with a vision tower: what surrounds its text model.
-_GEMMA3_OUTER = {
-    "text_config",
-    "vision_config",
-    "mm_tokens_per_image",
-    "image_token_index",
-    "image_token_id",
-} | {"boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id"}
 
 
 @dataclass(frozen=True)
@@ -51,12 +30,15 @@ class _Family:
     """How one `model_type` differs from Llama.
 
     Attributes:
-      name: in the ModelConfig.
-      architectures: that have these weights and a language model's head.
-      defaults: of keys the file may leave out.
-      qkv_bias: always present; `attention_bias` means one on the output too, which is refused.
-      gemma: post norms, norm weights stored as `w - 1`, scaled embeddings, a query scale.
-      two_bases: sliding layers have their own RoPE base.
+      name: family in the ModelConfig.
+      architectures: those with these weights and a language model's head.
+      defaults: values of keys that the file may leave out, besides `SIZES`.
+      qkv_bias: whether q, k and v have biases. `attention_bias` would add one to the output, which
+        is refused.
+      qk_norm: whether q and k are normalised per head.
+      gemma: whether there are norms after attention and MLP, norm weights stored as `w - 1`, scaled
+        embeddings, and a query scale of its own.
+      two_bases: whether sliding layers have their own RoPE base.
     """
 
     name: str
@@ -76,32 +58,21 @@ _COMMON = {
 }
 _QWEN = _COMMON | {
     "max_position_embeddings": 32_768,
-    "num_key_value_heads": 32,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
 _GEMMA = _COMMON | {
     "hidden_activation": "gelu_pytorch_tanh",
-    "num_key_value_heads": 4,
-    "head_dim": 256,
     "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
 _FAMILIES = {
     "llama": _Family("llama", ("LlamaForCausalLM",), _COMMON | {"max_position_embeddings": 2048}),
     "mistral": _Family(
-        "mistral",
-        ("MistralForCausalLM",),
-        _COMMON
-        | {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
+        "mistral", ("MistralForCausalLM",), _COMMON | {"max_position_embeddings": 131_072}
     ),
     "qwen2": _Family("qwen2", ("Qwen2ForCausalLM",), _QWEN, qkv_bias=True),
-    "qwen3": _Family("qwen3", ("Qwen3ForCausalLM",), _QWEN | {"head_dim": 128}, qk_norm=True),
+    "qwen3": _Family("qwen3", ("Qwen3ForCausalLM",), _QWEN, qk_norm=True),
     "gemma2": _Family(
         "gemma2",
         ("Gemma2ForCausalLM",),
@@ -118,12 +89,9 @@ _FAMILIES = {
         ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
         _GEMMA
         | {
-            "vocab_size": 262_208,
             "hidden_size": 2304,
             "intermediate_size": 9216,
             "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "max_position_embeddings": 131_072,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
             "sliding_window_pattern": 6,
@@ -142,10 +110,10 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
 
     Args:
       raw: the parsed JSON object.
-      where: what error messages start with.
+      where: text that error messages start with.
 
     Raises:
-      ModelError: an architecture, a key or a value that is not implemented, by name.
+      ModelError: an architecture, a key or a value is not implemented; the message names it.
     """
     if raw.get("model_type") == "gemma3":
         raw = _gemma3_text(raw, where)
@@ -160,7 +128,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
             f"{where}: architectures {architectures} is not supported; "
             f"{' or '.join(family.architectures)} is"
         )
-    keys = Keys(raw, where, defaults=family.defaults)
+    keys = Keys(raw, where, defaults={**SIZES.get(raw["model_type"], {}), **family.defaults})
     ropes = ropes_from_hf(keys, where, two_bases=family.two_bases)
     width = keys.integer("hidden_size")
     config = ModelConfig(
@@ -178,23 +146,17 @@ def config_from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelC
         logit_soft_cap=keys.number_or_none("final_logit_softcapping") if family.gemma else None,
         tied_embeddings=keys.flag("tie_word_embeddings"),
     )
-    keys.refuse_unread(
-        # An underscore marks transformers' own bookkeeping.
-        harmless=_HARMLESS | {key for key in raw if key.startswith("_")},
-        neutral=_NEUTRAL,
-    )
+    keys.refuse_unread(harmless=_HARMLESS, neutral=_NEUTRAL)
     return config
 
 
 def _gemma3_text(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The text model's object, with what the outer one says of it."""
+    """Returns the object of the text model, with the keys of the outer object that belong to it."""
     outer = Keys(raw, where)
     text = {"model_type": "gemma3_text", **(outer.mapping("text_config") or {})}
     if (tied := outer.get("tie_word_embeddings")) is not None:
         text["tie_word_embeddings"] = tied
-    outer.refuse_unread(
-        harmless=_HARMLESS | _GEMMA3_OUTER | {key for key in raw if key.startswith("_")}
-    )
+    outer.refuse_unread(harmless=_HARMLESS | VISION)
     return text
 
 
@@ -224,7 +186,7 @@ def _attention(keys: Keys, family: _Family, width: int) -> AttentionConfig:
 def _activation(keys: Keys, family: _Family) -> Activation:
     name = "hidden_act"
     if family.gemma:
-        keys.get(name)  # Gemma's files carry it too, and transformers ignores it
+        keys.get(name)  # Gemma's files have it too, and transformers ignores it
         name = "hidden_activation"
     value = keys.get(name)
     if value not in _ACTIVATIONS:
@@ -233,7 +195,7 @@ def _activation(keys: Keys, family: _Family) -> Activation:
 
 
 def _layers(keys: Keys, family: _Family) -> list[tuple[str, int | None]]:
-    """Kind and window of each layer: as `layer_types` says, or by the family's pattern."""
+    """Returns the kind and the window of each layer, from `layer_types` or the family's pattern."""
     num_layers = keys.integer("num_hidden_layers")
     window = None if family.name == "llama" else keys.integer_or_none("sliding_window")
     if family.name.startswith("qwen") and not keys.flag("use_sliding_window"):
@@ -254,7 +216,7 @@ def _layers(keys: Keys, family: _Family) -> list[tuple[str, int | None]]:
 
 
 def _sliding(keys: Keys, family: _Family, num_layers: int, window: int | None) -> list[bool]:
-    """Which layers slide where the file does not list them."""
+    """Returns which layers slide if the file does not list them."""
     match family.name:
         case "gemma2":
             return [i % 2 == 0 for i in range(num_layers)]

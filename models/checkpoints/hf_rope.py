@@ -1,23 +1,21 @@
-"""The rotary embedding keys of a `config.json`, in the forms transformers 4 and 5 write.
+"""The rotary embedding keys of a `config.json`, in the forms that transformers 4 and 5 write.
 
-Version 4: `rope_theta` and `rope_scaling` beside the other keys, `rope_local_base_freq` for the
-window layers of Gemma 3. Version 5: one `rope_parameters`, either for all layers or one object a
-layer type. Defaults are those of `transformers.modeling_rope_utils` 5.24.
-
-Not here: the frequencies themselves (the decoder).
+Version 4 writes `rope_theta` and `rope_scaling` among the other keys, and `rope_local_base_freq`
+for the sliding layers of Gemma 3. Version 5 writes one `rope_parameters`, either for all layers or
+with one object per layer type. Defaults are those of `transformers.modeling_rope_utils` 5.24.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.config_keys import FULL, SLIDING
 from jaxkv.models.checkpoints.keys import Keys
 from jaxkv.models.config import LinearScaling, Llama3Scaling, RopeConfig, RopeScaling, YarnScaling
 from jaxkv.models.errors import ModelError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _LAYER_TYPES = frozenset({FULL, SLIDING})
-# Parameters of some kind of scaling: those of another kind than `rope_type` have no effect.
+# Parameters of some kind of scaling. Those of a kind other than `rope_type` have no effect.
 _SCALING_KEYS = {
     "factor",
     "original_max_position_embeddings",
@@ -31,10 +29,10 @@ def ropes_from_hf(keys: Keys, where: str, *, two_bases: bool) -> dict[str, RopeC
     """Reads the rotary embedding of full and of sliding layers.
 
     Args:
-      keys: of the config; `rope_theta` has a default.
-      where: what error messages start with.
-      two_bases: Gemma 3: sliding layers have a base of their own, and are never scaled in the
-        version-4 form.
+      keys: keys of the config; `rope_theta` must have a default.
+      where: text that error messages start with.
+      two_bases: whether sliding layers have a base of their own, as in Gemma 3; in the form of
+        version 4 they are never scaled.
 
     Returns:
       One RopeConfig for `full_attention`, one for `sliding_attention`.
@@ -52,14 +50,14 @@ def ropes_from_hf(keys: Keys, where: str, *, two_bases: bool) -> dict[str, RopeC
             for kind, t in ((FULL, theta), (SLIDING, local_theta))
         }
     if parameters is not None and two_bases:
-        raise keys.error("rope_parameters", "must hold one object a layer type")
+        raise keys.error("rope_parameters", "must have one object per layer type")
     name = "rope_scaling" if parameters is None else "rope_parameters"
     rope = _rope(parameters or scaling or {}, f"{where}: {name}", theta, limits)
     return {FULL: rope, SLIDING: RopeConfig(theta=local_theta) if two_bases else rope}
 
 
 def longest_sequence(max_positions: int, ropes: Mapping[str, RopeConfig]) -> int:
-    """`max_positions`, or what YaRN stretches the trained length to where a config states that."""
+    """Returns `max_positions`, or the length to which YaRN stretches the trained one if larger."""
     stretched = (
         int(scaling.factor * scaling.original_max_positions)
         for scaling in (rope.scaling for rope in ropes.values())
@@ -69,14 +67,14 @@ def longest_sequence(max_positions: int, ropes: Mapping[str, RopeConfig]) -> int
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """YaRN's factor on the rotations, arXiv 2309.00071 equation 22: 0.1 ln(factor) + 1."""
+    """Returns YaRN's factor on the rotations, 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _rope(
     raw: Mapping[str, Any], where: str, default_theta: float, limits: tuple[int, int]
 ) -> RopeConfig:
-    """One set of parameters; `limits` are the trained and the stated longest sequence."""
+    """Reads one set of parameters; `limits` are the trained and the stated longest sequence."""
     trained, stated = limits
     keys = Keys(
         raw,
@@ -114,7 +112,7 @@ def _yarn(keys: Keys, stated: int) -> YarnScaling:
     attention_factor = keys.number_or_none("attention_factor")
     if attention_factor is None:
         attention_factor = yarn_magnitude(factor)
-        # DeepSeek's pair; one alone, or a zero, has no effect.
+        # DeepSeek's pair. Only one of them, or a zero, has no effect.
         over, under = keys.get("mscale"), keys.get("mscale_all_dim")
         if over and under:
             over, under = keys.number("mscale"), keys.number("mscale_all_dim")

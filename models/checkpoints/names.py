@@ -1,9 +1,7 @@
-"""Which tensors a decoder has, by Hugging Face name, and the check that a checkpoint has them all.
+"""The tensors of a decoder by Hugging Face name, and the check that a checkpoint has all of them.
 
-Llama's `post_attention_layernorm` is the norm before the MLP. Gemma gives that name to the norm
-after attention, and calls those around the MLP `pre_` and `post_feedforward_layernorm`.
-
-Not here: where a tensor lies in a file, nor how it is stored.
+Llama's `post_attention_layernorm` is the norm before the MLP. In Gemma it is the norm after
+attention, and the norms around the MLP are `pre_` and `post_feedforward_layernorm`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from jaxkv.models.errors import ModelError
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of `config`'s decoder, in forward order."""
+    """Returns the name and the shape of every parameter of a decoder, in forward order."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, config.width)
     }
@@ -29,14 +27,18 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(
     config: ModelConfig, found: Mapping[str, tuple[int, ...]], where: str, config_name: str
 ) -> None:
-    """Raises ModelError unless `found` has the tensors of `config`, of its shapes, and no other.
+    """Checks that a checkpoint has exactly the tensors of a config, with their shapes.
 
-    A tensor too many is refused: a bias or a norm that is left out changes every logit.
+    An unknown tensor is refused, since a bias or a norm that is left out changes every logit.
 
     Args:
-      found: name to shape.
-      where: the checkpoint, in error messages.
-      config_name: where the config came from, in error messages.
+      config: the config.
+      found: shapes by name.
+      where: the checkpoint, for error messages.
+      config_name: where the config came from, for error messages.
+
+    Raises:
+      ModelError: a tensor is missing, unknown or has another shape.
     """
     expected = tensor_shapes(config)
     for name, shape in expected.items():

@@ -1,16 +1,14 @@
-"""Llama 3's RoPE scaling, recovered from the divisors that a GGUF file stores in its place.
+"""Llama 3's RoPE scaling, recovered from the divisors that a GGUF file stores instead.
 
-Llama 3.1 and later carry a tensor `rope_freqs.weight`, D / 2 divisors of the inverse frequencies
-w = theta^(-2i/D), and no parameters. With `o` the original length and `l`, `h` the low and high
-frequency factors, a divisor d obeys
+GGUF files of Llama 3.1 and later have no parameters, but a tensor `rope_freqs.weight`: D / 2
+divisors of the inverse frequencies w = theta^(-2i/D). Let o be the original length, and l and h the
+low and high frequency factors. A divisor d then is
 
     1 / d = (1 - s) / factor + s,   s = clip((o w / 2 pi - l) / (h - l), 0, 1).
 
-On the ramp s is linear in w, s = a w - b, so that two channels there give all that the formula
-depends on: b = l / (h - l) and a = o / (2 pi (h - l)). The scale of (o, l, h) cancels; l is 1 in
-every Llama 3. The parameters found are accepted only if they give every divisor back.
-
-Not here: the tensor's bytes (`gguf_file`), nor the use of the scaling (the decoder).
+On the ramp s is linear in w, s = a w - b, with b = l / (h - l) and a = o / (2 pi (h - l)). So two
+channels on the ramp determine a and b, and with l = 1, as in every Llama 3, also o and h. The
+parameters are accepted only if they reproduce every divisor.
 """
 
 import math
@@ -23,14 +21,14 @@ _TOLERANCE = 1e-5  # relative; the divisors are float32
 
 
 def scaling_from_divisors(divisors: np.ndarray, theta: float) -> Llama3Scaling | None:
-    """The Llama 3 scaling whose divisors these are.
+    """Finds the Llama 3 scaling that has the given divisors.
 
     Args:
       divisors: float `[D // 2]`.
       theta: the RoPE base.
 
     Returns:
-      The scaling; None where no Llama 3 scaling with a low frequency factor of 1 fits.
+      The scaling; None if no Llama 3 scaling with a low frequency factor of 1 fits.
     """
     divisors = divisors.astype(np.float64)
     factor = float(divisors[-1])

@@ -1,10 +1,9 @@
 """A Hugging Face directory as a Checkpoint: `config.json` and one or more `.safetensors` files.
 
 Values are read, not mapped: the pages of a mapped file count as memory of the process, which would
-double it while weights load. The format is https://github.com/huggingface/safetensors#format: the
-header's length as a u64, the header as JSON, the values.
-
-Not here: the tokenizer's files in the same directory, and `.bin` weights, which are pickles.
+double it while weights load. A file has the length of the header as a u64, the header as JSON, and
+the values (https://github.com/huggingface/safetensors#format). `.bin` weights are pickles, and not
+read.
 """
 
 import json
@@ -48,7 +47,7 @@ _VISION_PREFIXES = (
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor lies: `raw_name` is the file's own, `offset` counts from the file's start."""
+    """Where a tensor is: its name in the file, and its offset from the start of the file."""
 
     path: Path
     raw_name: str
@@ -60,7 +59,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class SafetensorsCheckpoint:
-    """A directory whose config and headers have been read; implements `base.Checkpoint`."""
+    """A directory whose config and headers were read; implements `base.Checkpoint`."""
 
     config: ModelConfig
     stored: Mapping[str, _Stored]
@@ -76,12 +75,12 @@ class SafetensorsCheckpoint:
 def open_safetensors(path: Path) -> SafetensorsCheckpoint:
     """Opens a directory of `config.json` and `.safetensors` files, sharded or not.
 
-    Skipped: the vision tower of a Gemma 3, stored RoPE buffers, and an output head beside tied
-    embeddings. Gemma's norm weights are stored as `w - 1` and gain the one while they are read.
+    The vision tower of a Gemma 3, stored RoPE buffers, and the output head of a model with tied
+    embeddings are skipped. Gemma's norm weights are stored as `w - 1`; one is added while reading.
 
     Raises:
-      ModelError: a file is missing, truncated or damaged, a tensor is missing, unknown or of
-        another dtype than F32, F16 and BF16, or the config is refused.
+      ModelError: a file is missing, truncated or damaged; a tensor is missing, unknown, or has a
+        dtype other than F32, F16 and BF16; or the config is refused.
     """
     config_path = path / "config.json"
     config = config_from_hf(_read_json(config_path), str(config_path))
@@ -98,7 +97,7 @@ def open_safetensors(path: Path) -> SafetensorsCheckpoint:
 
 
 def _canonical(raw_name: str, config: ModelConfig) -> str | None:
-    """The name of `base`; None for a tensor that is skipped."""
+    """Returns the name that `base` describes; None for a tensor that is skipped."""
     if config.family == "gemma3":
         if raw_name.startswith(_VISION_PREFIXES):
             return None
@@ -114,7 +113,7 @@ def _canonical(raw_name: str, config: ModelConfig) -> str | None:
 
 
 def _directory(path: Path) -> dict[str, _Stored]:
-    """Every tensor of every file, by the file's own name."""
+    """Returns every tensor of every file, by its name in the file."""
     index_path = path / INDEX
     if not index_path.exists():
         return _read_header(_single_file(path))
@@ -124,7 +123,7 @@ def _directory(path: Path) -> dict[str, _Stored]:
     merged: dict[str, _Stored] = {}
     for file_name in dict.fromkeys(weight_map.values()):
         if Path(file_name).name != file_name:
-            raise ModelError(f"{index_path}: {file_name!r} is not the name of a file beside it")
+            raise ModelError(f"{index_path}: {file_name!r} is not a file name")
         merged |= _read_header(path / file_name)
     for name, file_name in weight_map.items():
         if name not in merged or merged[name].path.name != file_name:
@@ -157,7 +156,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_header(path: Path) -> dict[str, _Stored]:
-    """Reads one file's directory and checks that every tensor lies within the file."""
+    """Reads the header of one file, and checks that every tensor lies within the file."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
@@ -179,7 +178,7 @@ def _read_header(path: Path) -> dict[str, _Stored]:
 
 
 def _entry(path: Path, size: int, start: int, name: str, info: Any) -> _Stored:
-    """One tensor of a header; its offsets count from `start`."""
+    """Returns one tensor of a header, whose offsets count from byte `start`."""
     try:
         shape = tuple(int(dim) for dim in info["shape"])
         begin, end = (int(offset) for offset in info["data_offsets"])
@@ -210,7 +209,7 @@ def _check_dtype(stored: _Stored) -> None:
 
 
 def _read_into(stored: _Stored, added: float, target: np.ndarray) -> None:
-    """Reads runs of whole rows of about a MiB, adds `added`, and casts into `target`."""
+    """Reads runs of whole rows of about 1 MiB, adds `added`, and casts them into `target`."""
     num_rows = stored.shape[0]
     row_shape = stored.shape[1:]
     step = max(1, _BLOCK_VALUES // max(1, prod(row_shape)))

@@ -1,7 +1,6 @@
 """Text to token ids and back; tokenizers from a Hugging Face directory or a GGUF file.
 
-Not here: chat templates (`jaxkv.models.chat`), and which file a model name stands for
-(`jaxkv.models.pretrained`).
+`jaxkv.models.chat` renders chat templates.
 """
 
 from jaxkv.models.tokenizer.from_dir import tokenizer_from_dir as tokenizer_from_dir

@@ -1,8 +1,8 @@
-"""Byte-level BPE, as GPT-2 began it: how text is cut into words before merging, by kind.
+"""Byte-level BPE as in GPT-2: the rules that cut a text into words before merging.
 
 A GGUF file gives the vocabulary and the merges but only the *name* of the cutting rule
 (`tokenizer.ggml.pre`), so the rules are kept here. The wrong rule still gives plausible tokens on
-prose, which is why a name that is not known is refused. Not here: SentencePiece vocabularies.
+prose, so an unknown name is refused. `sentencepiece_bpe` has the other kind of vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from jaxkv.models.errors import ModelError
 
-# Each pattern is data of the models trained with it; one changed character changes tokens.
+# Models were trained with these exact patterns: one changed character changes tokens.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -32,9 +32,9 @@ class PreTokenizerKind:
 
     Attributes:
       patterns: applied one after the other; each isolates its matches within the pieces so far.
-      whole_words: a word that is a token is taken whole, without looking at the merges.
-      add_bos: whether BOS is added when the file does not say.
-      compose: text is first brought into Unicode NFC.
+      whole_words: a word that is in the vocabulary becomes one token, whatever the merges say.
+      add_bos: whether BOS is added if the file does not say.
+      compose: text is first normalised to Unicode NFC.
     """
 
     patterns: tuple[str, ...]

@@ -1,7 +1,7 @@
 """A tokenizer from a Hugging Face model directory.
 
-`tokenizer.json` says how text is split and merged; the files beside it say which tokens begin and
-end a text. Not here: SentencePiece's own `tokenizer.model`, which has no text form.
+`tokenizer.json` says how text is split and merged; the other files say which tokens begin and end
+a text. SentencePiece's own `tokenizer.model`, a binary file, is not read.
 """
 
 import json
@@ -165,7 +165,7 @@ def _eos_ids(path: Path) -> Iterable[int]:
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The default template: a file of its own wins; several in the config are told by name."""
+    """The default template. A file wins over the config, which may hold several by name."""
     file = path / "chat_template.jinja"
     if file.is_file():
         try:

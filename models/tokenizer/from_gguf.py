@@ -1,7 +1,7 @@
 """A tokenizer from the metadata of a GGUF file.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Where the metadata leave a choice
-open, llama.cpp's is taken, since it is what such files are written for. Not here: reading the file.
+open, llama.cpp's is taken, since it is what such files are written for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class _Vocabulary:
     """The tokens of a file.
 
     Attributes:
-      ids: of each token.
+      ids: token string to id.
       tokens: by id.
       types: by id.
       named: ids of bos, eos, eot, eom and unknown, where there is one.

@@ -3,7 +3,7 @@
 SentencePiece (Kudo and Richardson, arXiv 1808.06226) joins, again and again, the adjacent pair
 whose join is the token of the highest score, the leftmost first. The BPE of `tokenizers` joins the
 pair of the lowest merge rank, the leftmost first. Listing, for each token from the highest score to
-the lowest, every way to cut it into two tokens makes the two the same. Not here: Unigram models.
+the lowest, every way to cut it into two tokens makes the two equal. Unigram models are not read.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,8 @@ def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     SentencePiece's trainer sees to.
 
     Args:
-      scores: of every token that is text, `SPACE_MARK` for the space; higher joins first.
+      scores: score of every token that is text, with `SPACE_MARK` for the space; a higher score
+        joins first.
     """
     # One comprehension, for Gemma's 262,144 tokens have 1.7 million cuts.
     return [
@@ -45,7 +46,7 @@ def sentencepiece_backend(
 
     Args:
       vocab: token string to id, all of them.
-      scores: of those tokens that are text.
+      scores: score of each token that is text.
       unk_token: stands for what neither tokens nor bytes express.
       add_space_prefix: puts a space before the text, and, as llama.cpp does and SentencePiece
         does not, after each added token within it.

@@ -1,6 +1,6 @@
-"""The tokenizer that the engine and the scripts hold, and the decoder for text that still grows.
+"""The tokenizer, and the decoder for text that still grows.
 
-Not here: how a tokenizer is read (`from_dir`, `from_gguf`).
+`from_dir` and `from_gguf` read tokenizers from files.
 """
 
 import codecs
@@ -12,8 +12,8 @@ import tokenizers
 from jaxkv.models.errors import ModelError
 from jaxkv.models.tokenizer.pieces import Spelling
 
-# Tokens that end an answer whatever the metadata says: an instruct model whose `eos` is still that
-# of its base model would otherwise talk on, playing both sides of the conversation.
+# Tokens that end an answer whatever the metadata says. Otherwise an instruct model whose `eos` is
+# still that of its base model would go on and write the user's turns too.
 END_TOKENS = frozenset(
     {
         "<|im_end|>",
@@ -32,11 +32,11 @@ class Tokenizer:
     """Text to token ids and back.
 
     Attributes:
-      backend: splits and merges; adds nothing to the text's own tokens.
+      backend: splits and merges; adds no special tokens.
       spelling: what the token strings mean in bytes.
       added_ids: tokens that are found in the text before it is split.
-      special_ids: those of `added_ids` that are control, not text.
-      prefix_ids: put before every encoded text: BOS, where the model's own rule has it.
+      special_ids: those of `added_ids` that are control tokens, not text.
+      prefix_ids: put before every encoded text, such as BOS if the model's own rule adds it.
       suffix_ids: put after every encoded text.
       vocab_size: one more than the highest id; the model's V may be larger, padded.
       bos_id: the beginning-of-sequence token, whether or not `prefix_ids` holds it.
@@ -69,7 +69,7 @@ class Tokenizer:
             chat template, which writes its own.
 
         Raises:
-          ModelError: `text` is empty, or not Unicode text.
+          ModelError: `text` is empty, or contains a lone surrogate.
         """
         if not text:
             raise ModelError("the text to encode is empty; give at least one character")
@@ -86,8 +86,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
-        A space that encoding put before the text is taken away. Ids that name no token, as the
-        padding rows of a model's V do, stand for nothing.
+        The space that encoding put before the text is removed. Ids without a token (the padding
+        rows of a model's V) are skipped.
 
         Raises:
           ModelError: an id is negative.
@@ -123,10 +123,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes tokens as they come, never giving out half a character.
+    """Decodes tokens as they come, and never returns half a character.
 
-    What `push` and `flush` return, joined, equals `Tokenizer.decode` of all ids. A token costs the
-    time of its own bytes, and at most three bytes are held back.
+    The joined results of `push` and `flush` equal `Tokenizer.decode` of all ids. The time per token
+    depends only on its own bytes, and at most three bytes are held back.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StreamDecoder:
         """Starts an empty text.
 
         Args:
-          tokenizer: of the model that makes the tokens.
+          tokenizer: the tokenizer of the model that generates the tokens.
           skip_special_tokens: leaves special tokens out of the text.
           continues: the text carries on from a prompt, so its first space is part of it.
         """
@@ -145,7 +145,7 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes the next tokens; returns the text they complete, maybe none.
+        """Takes the next tokens; returns the text that they complete, possibly none.
 
         Raises:
           ModelError: an id is negative.
@@ -158,7 +158,7 @@ class StreamDecoder:
         )
 
     def flush(self) -> str:
-        """Ends the text: returns what was held back, as U+FFFD, for no more bytes will come."""
+        """Ends the text: returns the bytes that were held back, as U+FFFD."""
         return self._next(b"", final=True)
 
     def _next(self, raw: bytes, *, final: bool = False) -> str:

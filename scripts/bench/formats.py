@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxkv.cache import PAGE_SIZES, CacheSpec, choose_formats, preferred_page_size
+from jaxkv.cache import CacheSpec, choose_formats
 from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import read_ranges, read_text
 from jaxkv.engine import footprint
 from jaxkv.errors import UsageError
 from jaxkv.eval import Quality, Setting, measure
+from jaxkv.kv_format import PAGE_SIZES, preferred_page_size
 from jaxkv.models.decode_model import FlaxDecodeModel
 
 FORMATS = "bf16 int8 fp8_e4m3 fp8_e5m2 int4 kivi4 kivi_k4v2 kivi2 kivi2_r32_s1"

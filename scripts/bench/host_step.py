@@ -8,6 +8,7 @@ import jax
 from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import KVCache, LayerSpec
 from jaxkv.engine import Engine, EngineConfig, Request
+from jaxkv.model import LayerQueries
 
 VOCAB = 11
 LONGEST = 4_096
@@ -27,6 +28,12 @@ class IdleModel:
     ) -> tuple[jax.Array, KVCache]:
         """See `DecodeModel`."""
         return jax.nn.one_hot(step.tokens, VOCAB), cache
+
+    def queries(
+        self, params: Any, cache: KVCache, step: StepInputs, backend: AttentionBackend
+    ) -> tuple[LayerQueries, ...]:
+        """See `DecodeModel`; no method asks for queries here."""
+        return ()
 
     def turn(self, layer: int, x: jax.Array, by: jax.Array) -> jax.Array:
         """No rotation."""

@@ -44,6 +44,7 @@ from jaxkv.compress import METHODS, Budget, Compression, Window
 from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
 from jaxkv.eval import Comparison, Reading, Setting, TextFunctions, read
 from jaxkv.eval.ruler import TASKS
+from jaxkv.kv_format import preferred_page_size
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.errors import ModelError
 from jaxkv.models.kv_heads import with_kv_heads
@@ -104,8 +105,8 @@ class Setup:
 
     @property
     def page_size(self) -> int:
-        """Tokens a page that suit the format."""
-        return 32 if self.kv_format.startswith("kivi") else 16
+        """Tokens per page that suit the format."""
+        return preferred_page_size(self.kv_format)
 
     def folder(self, model: str, num_tokens: int) -> str:
         """Name of the row's folder, which no other row of the study has."""

@@ -1,6 +1,6 @@
 """Formats by name and by layer, their bytes on the device, and pages of one refused by another."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import (
-    FORMATS,
     CacheSpec,
     KVRanges,
     LayerSpec,
@@ -17,16 +16,19 @@ from jaxkv.cache import (
     export_pages,
     format_id,
     get_format,
-    group_pages,
     import_pages,
     init_cache,
-    layer_pages,
-    preferred_page_size,
     rotate,
 )
 from jaxkv.cache.rotation import hadamard
+from jaxkv.engine import EngineConfig, Request
+from jaxkv.kv_format import CHANNEL_GROUP, FORMATS, PAGE_SIZES, preferred_page_size
+from pallas_kernels import AffinePages, Layout, checks, quantised_pages
+from pallas_kernels.pages import numbers_shape, pool_shape
+from tests.engine.tiny import Tiny, run
 
 LAYERS = tuple(LayerSpec(kv_heads=2, head_dim=64, window=w) for w in (512, 512, None, 512, None))
+NAMES = [name for name, spec in FORMATS.items() if spec.kind != "static"]
 RANGES = KVRanges(((1.0, 2.0, 3.0, 4.0),) * 5)
 
 
@@ -40,7 +42,7 @@ def test_later_choices_count_more():
     assert names("bf16, full = int4") == ["bf16", "bf16", "int4", "bf16", "int4"]
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "kivi2_r32_s1", "kivi_k4v2_r5", "kivi4_s2"])
+@pytest.mark.parametrize("name", [*NAMES, "kivi2_r32_s1", "kivi_k4v2_r5", "kivi4_s2"])
 def test_a_format_is_found_by_its_name(name):
     assert get_format(name).name == name
 
@@ -120,6 +122,78 @@ def test_codes_by_channel_come_in_pages_of_32():
     assert preferred_page_size("int4,window=f16") == 16
 
 
+def test_the_kernels_have_the_same_sizes():
+    """They may not import jaxkv, so that these numbers stand there, too."""
+    assert checks.PAGE_SIZES == PAGE_SIZES
+    assert quantised_pages.CHANNEL_GROUP == CHANNEL_GROUP
+
+
+def test_the_formats_cannot_be_changed():
+    with pytest.raises(TypeError):
+        FORMATS["int8"] = FORMATS["int4"]  # pyright: ignore[reportIndexIssue]
+
+
+# A format of one's own.
+
+
+@dataclass(frozen=True)
+class Int2:
+    """2-bit codes per token and head in the rotated basis: the example of `KVFormat`."""
+
+    name: str = "int2"
+    rotates = True
+    exact = None
+
+    def init_pages(
+        self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, layout: Layout
+    ) -> AffinePages:
+        codes = pool_shape(layout, num_pages, page_size, kv_heads, head_dim // 4)
+        parameters = numbers_shape(layout, num_pages, page_size, 2 * kv_heads)
+        return AffinePages(
+            kv=jnp.zeros(codes, jnp.uint8),
+            parameters=jnp.zeros(parameters, jnp.uint32),
+            bits=2,
+            layout=layout,
+        )
+
+    def bytes_per_page(self, page_size: int, kv_heads: int, head_dim: int) -> int:
+        return page_size * 2 * kv_heads * (head_dim // 4 + 4)
+
+
+def test_a_format_of_ones_own_is_that_of_all_layers():
+    formats = choose_formats(Int2(), LAYERS)
+    assert formats == (Int2(),) * 5
+    assert format_id(formats) == "int2"
+    spec = CacheSpec.plan(LAYERS, formats, page_size=16, num_tokens=32)
+    assert spec.nbytes == sum(x.nbytes for x in jax.tree.leaves(init_cache(spec)))
+
+
+def test_an_engine_serves_with_a_format_of_ones_own():
+    tiny, prompt = Tiny.random(), tuple(range(2, 42))
+    request = Request(prompt=prompt, max_new_tokens=8)
+    engine = tiny.engine(kv_format=Int2(), deterministic=True)
+    first, again = run(engine, request), run(engine, request)
+    assert first.tokens == again.tokens
+    assert again.cached_tokens > 0
+    spec = engine.spec
+    assert spec.sequence_bytes(48) < tiny.engine(kv_format="int4").spec.sequence_bytes(48)
+
+    bf16 = tiny.engine(kv_format=get_format("bf16"), deterministic=True)
+    by_name = tiny.engine(kv_format="bf16", deterministic=True)
+    assert run(bf16, request).tokens == run(by_name, request).tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("", "must be letters"), ("a+b", "must be letters"), ("int4", "has the name of a format of")],
+)
+def test_a_name_that_does_not_identify_a_format_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        choose_formats(Int2(name), LAYERS)
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(kv_format=Int2(name)).check()
+
+
 # Bytes.
 
 AT_4K = {
@@ -136,13 +210,12 @@ def spec_of(text: str, num_tokens: int, head_dim: int = 64) -> CacheSpec:
     """A cache with the pages of one sequence, a tail page at least, and the null pages."""
     layers = tuple(LayerSpec(kv_heads=3, head_dim=head_dim) for _ in range(2))
     formats, P = choose_formats(text, layers), preferred_page_size(text)
-    groups = group_pages(layer_pages(layers, formats))
-    return CacheSpec(
-        layers=layers,
+    return CacheSpec.plan(
+        layers,
+        formats,
         page_size=P,
-        num_pages=tuple(max(1, group.num_kept(num_tokens, P)) + 1 for group in groups),
-        formats=formats,
-        layout="head_major",
+        num_tokens=num_tokens,
+        most_pages=lambda group: max(1, group.num_kept(num_tokens, P)),
     )
 
 
@@ -225,6 +298,6 @@ def test_exported_pages_come_back_with_their_parameters(name):
     for group in range(len(spec.groups)):
         ids = jnp.array([1, 0])
         back = import_pages(init_cache(spec), group, ids, export_pages(cache, group, ids))
-        for index in cache.layers_of(group):
+        for index in spec.groups[group].members:
             for field, array in cache.layers[index].paged.items():
                 np.testing.assert_array_equal(back.layers[index].paged[field][:2], array[:2])

@@ -100,7 +100,7 @@ def test_csv_has_the_same_rows_and_a_table_the_unit_in_its_head(run):
 def test_memory_and_bandwidth_add_what_fits_and_how_fast(run):
     arguments = ["--context", "4k", "--memory", "80GB", "--bandwidth", "3.35TB"]
     _, out, _ = run(ledger, *arguments, "--flops", "400T")
-    assert (
+    assert "| longest context | largest batch | ms per step | flops per byte |" in out
         "| longest context | largest batch | ms per step | flops per byte | prefill, Tflop |" in out
     )
     arguments += ["--flops", "400T", "--json"]
@@ -221,7 +221,7 @@ def test_a_plan_may_keep_nothing_free(run, nothing):
 def test_a_plan_for_latents_says_which_formats_they_do_not_have(run):
     code, out, _ = run(plan, "--model", "deepseek-v2-lite", "--memory", "80GB")
     assert code == 0
-    assert "note: kivi4: is for K and V by head, and deepseek-v2-lite keeps latents" in out
+    assert "note: kivi4: needs K and V by head, but deepseek-v2-lite keeps latents" in out
 
 
 def test_the_measured_costs_are_those_of_the_docs():
@@ -367,17 +367,17 @@ def test_without_matplotlib_one_line_says_how_to_install_it(run, tmp_path, monke
 MISTAKES = [
     (ledger, ["--model", "lama-2-7b"], "no preset 'lama-2-7b'; did you mean llama-2-7b"),
     (ledger, ["--model", ","], "--model ',' names no model"),
-    (ledger, ["--context", "4q"], "'4q' is no number of tokens: write 4096, 32k"),
-    (ledger, ["--context", "-1"], "no number of tokens"),
+    (ledger, ["--context", "4q"], "'4q' is not a number of tokens: write 4096, 32k"),
+    (ledger, ["--context", "-1"], "is not a number of tokens"),
     (ledger, ["--context", "999999999999999m"], "must be 1 to"),
     (ledger, ["--context", ","], "has no value"),
     (ledger, ["--batch", "0"], "'0' must be a whole number of at least 1"),
     (ledger, ["--batch", "9" * 4_500], "must be a whole number"),
     (ledger, ["--format", "int3"], "no KV format 'int3'"),
-    (ledger, ["--format", "window=bf16"], "must come behind a format for all layers"),
-    (ledger, ["--page-size", "2000"], "--page-size must be 1 to 1024"),
-    (ledger, ["--memory", "80G"], "'80G' may be GB or GiB: say which"),
-    (ledger, ["--bandwidth", "fast"], "'fast' is no size"),
+    (ledger, ["--format", "window=bf16"], "must follow a format for all layers"),
+    (ledger, ["--page-size", "2000"], "--page-size must be 8 to 256"),
+    (ledger, ["--memory", "80G"], "'80G' may be GB or GiB: write one of them"),
+    (ledger, ["--bandwidth", "fast"], "'fast' is not a size"),
     (ledger, ["--weights", "int3"], "invalid choice"),
     (ledger, ["--tensor-parallel", "3"], "32 query heads do not split over 3 devices"),
     (ledger, ["--config", "no/such.json"], "no/such.json: No such file"),
@@ -387,7 +387,7 @@ MISTAKES = [
     (ledger, ["--models", "--plot", "x.svg"], "--plot draws what is counted, not the list"),
     (plan, [], "required: --memory"),
     (plan, ["--memory", "1GB", "--reserve", "2GB"], "--reserve leaves nothing of --memory"),
-    (plan, ["--memory", "1GB", "--page-sizes", "2000"], "--page-sizes 2000: must be 1 to 1024"),
+    (plan, ["--memory", "1GB", "--page-sizes", "2000"], "--page-sizes 2000: must be 8 to 256"),
     (plan, ["--memory", "80GB", "--formats", "bf16,int3"], "no KV format 'int3'"),
     (plan, ["--memory", "80GB", "--formats", "bf16,99=int8"], "no layer 99: the model has 32"),
     (plan, ["--memory", "1GB", "--heads", "3"], "3 KV heads do not divide 32 heads"),
@@ -397,9 +397,9 @@ MISTAKES = [
     (simulate_fragmentation, ["--lengths", "odd"], "invalid choice: 'odd'"),
     (simulate_fragmentation, ["--allocators", "slab"], "--allocators slab: there are max-length"),
     (simulate_fragmentation, ["--page-sizes", "512"], "--page-sizes 512: must be 1 to 256"),
-    (simulate_fragmentation, ["--rate", "0"], "0.0 requests a second: must be 1e-6"),
-    (simulate_fragmentation, ["--rate", "nan"], "nan requests a second"),
-    (simulate_fragmentation, ["--step", "-1"], "-1.0 seconds a step"),
+    (simulate_fragmentation, ["--rate", "0"], "0.0 requests per second: must be 1e-6"),
+    (simulate_fragmentation, ["--rate", "nan"], "nan requests per second"),
+    (simulate_fragmentation, ["--step", "-1"], "-1.0 seconds per step"),
     (simulate_fragmentation, ["--seed", "-1"], "--seed must be at least 0"),
     (simulate_fragmentation, ["--capacity", "16", "--requests", "9"], ", of 16 slots"),
     (simulate_fragmentation, ["--trace", "no/such.jsonl"], "no/such.jsonl: No such file"),
@@ -409,7 +409,7 @@ MISTAKES = [
     (simulate_reuse, ["--evictions", "odd"], "--evictions odd: there are lru"),
     (simulate_reuse, ["--workload", "talk", "--caches", "hash,page"], "a table of turns needs one"),
     (simulate_reuse, ["--requests", "9", "--capacity", "1024m", "--page-size", "1"], "67108864"),
-    (simulate_reuse, ["--flops", "0"], "'0' is no rate"),
+    (simulate_reuse, ["--flops", "0"], "'0' is not a rate"),
     (simulate_reuse, ["--model", "minimax-text-01"], "70 of 80 layers have a constant state"),
     (simulate_reuse, ["--requests", "5", "--capacity", "8"], "a cache of 8 tokens in pages of 16"),
     (report, ["--out", "report.txt"], "must end with .html or .htm"),

@@ -1,6 +1,6 @@
-"""Scores of every method, a token and head at a time in plain numpy and float64, on dense tensors.
+"""Reference scores of every method: plain NumPy in float64, one token and head at a time.
 
-What the vectorised scores are held against: no code is shared. `q` is `[n, H, D]` with the
+The vectorised scores are compared with these; no code is shared. `q` is `[n, H, D]` with the
 softmax's scale applied, `k` and `v` are `[K, S, D]`; query t is token t of the sequence.
 """
 
@@ -45,41 +45,44 @@ def tova(q, k, cap, **_):
     return np.stack([mean] * len(k))
 
 
-def snapkv(q, k, cap, **_):
+def snapkv(q, k, cap, window=64, kernel_size=5, **_):
     (n, H, _), (K, S, _) = q.shape, k.shape
-    weights = weights_of(q, k, cap)[n - min(n, 64) :]
+    weights = weights_of(q, k, cap)[n - min(n, window) :]
     scores = np.full((K, S), INF)
+    half = kernel_size // 2
     for head in range(K):
-        for j in range(S - 64):
-            near = [i for i in range(j - 2, j + 3) if 0 <= i < S - 64]
+        for j in range(S - window):
+            near = [i for i in range(j - half, j + half + 1) if 0 <= i < S - window]
             own = range(head * (H // K), (head + 1) * (H // K))
-            total = sum(weights[t, h, i] for t in range(64) for h in own for i in near)
-            scores[head, j] = total / 64 / 5 / len(own)
+            total = sum(weights[t, h, i] for t in range(window) for h in own for i in near)
+            scores[head, j] = total / window / kernel_size / len(own)
     return scores
 
 
-def h2o(q, k, cap, keep, **_):
+def h2o(q, k, cap, keep, recent_part=0.5, **_):
     (_, H, _), (K, S, _) = q.shape, k.shape
     total = weights_of(q, k, cap).sum(axis=0).reshape(K, H // K, S).mean(axis=1)
-    total[:, S - keep // 2 :] = INF
+    total[:, S - int(keep * recent_part) :] = INF
     return total
 
 
-def expected_attention(q, k, v, turned, **_):
+def expected_attention(q, k, v, turned, sink_tokens=4, future_positions=512, **_):
     """`turned(x, by)` rotates a vector on by some positions."""
     (n, H, D), (K, S, _) = q.shape, k.shape
     weights = np.zeros((H, S))
-    average = np.mean([[turned(unit, n + i) for unit in np.eye(D)] for i in range(512)], axis=0).T
+    future = range(n, n + future_positions)
+    average = np.mean([[turned(unit, i) for unit in np.eye(D)] for i in future], axis=0).T
+    first = sink_tokens
     for h in range(H):
-        plain = np.array([turned(q[t, h], -t) for t in range(4, n)])
+        plain = np.array([turned(q[t, h], -t) for t in range(first, n)])
         mean, covariance = plain.mean(axis=0), np.cov(plain.T, bias=True)
         mean, covariance = average @ mean, average @ covariance @ average.T
-        keys = k[h // (H // K), 4:]
+        keys = k[h // (H // K), first:]
         z = np.array([mean @ key + key @ covariance @ key / 2 for key in keys])
         e = np.exp(z - z.max())
-        weights[h, 4:] = e / e.sum()
+        weights[h, first:] = e / e.sum()
     scores = weights.reshape(K, H // K, S).mean(axis=1) * np.linalg.norm(v, axis=-1)
-    scores[:, :4] = INF
+    scores[:, :first] = INF
     return scores
 
 
@@ -89,7 +92,7 @@ SCORES = {f.__name__: f for f in (knorm, keydiff, tova, snapkv, h2o, expected_at
 
 
 def best(scores: np.ndarray, keep: int) -> list[list[int]]:
-    """Of each head the tokens that stay, ascending: the highest, of equals the last."""
+    """For each head the tokens with the highest scores, ascending; of equal scores the last."""
     chosen = []
     for row in scores:
         order = sorted(range(len(row)), key=lambda j: (row[j], j))
@@ -98,7 +101,7 @@ def best(scores: np.ndarray, keep: int) -> list[list[int]]:
 
 
 def best_of_layer(scores: np.ndarray, keep: int, safeguard: float = 0.2) -> list[list[int]]:
-    """AdaKV: the highest of all heads together, some of each head first."""
+    """AdaKV: the highest scores of all heads together, after the safeguard of each head."""
     K, S = scores.shape
     chosen = {(head, j) for head, js in enumerate(best(scores, int(keep * safeguard))) for j in js}
     order = sorted(np.ndindex(K, S), key=lambda at: (scores[at], at), reverse=True)

@@ -1,4 +1,4 @@
-"""Engines that drop tokens: against a decoder that masks them in float64, and against themselves
+"""Engines that drop tokens, compared with a float64 decoder that masks them, and with themselves
 under chunks, batches, preemption and cached prefixes."""
 
 from itertools import count
@@ -18,7 +18,7 @@ from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
 CONTEXT, NEW, P = 90, 6, 8
 FAST = ("adakv_snapkv",)
 METHODS = ("knorm", "keydiff", "tova", "snapkv", "pyramidkv", "adakv_keydiff", "adakv_snapkv")
-LOOK_AT_ALL = ("h2o", "expected_attention", "adakv_h2o")
+OBSERVE_ALL = ("h2o", "expected_attention", "adakv_h2o")
 
 
 def slow_but(fast: tuple[str, ...], names: tuple[str, ...]) -> list:
@@ -89,8 +89,8 @@ def test_an_engine_keeps_what_a_naive_decoder_keeps_and_gives_its_logits(mixed: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", LOOK_AT_ALL)
-def test_so_do_methods_that_look_at_all_queries(full: Tiny, method):
+@pytest.mark.parametrize("method", OBSERVE_ALL)
+def test_so_do_methods_that_observe_all_queries(full: Tiny, method):
     check_against_naive(full, method)
 
 
@@ -157,7 +157,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_chunks_batches_preemption_and_hits_change_no_bit(mixed: Tiny, full: Tiny, choice):
-    tiny = full if choice[0] in LOOK_AT_ALL else mixed
+    tiny = full if choice[0] in OBSERVE_ALL else mixed
     others = [Request(prompt=p, max_new_tokens=9, keep_logits=True) for p in random_prompts(70, 33)]
     want = bits_of(engine_of(tiny, *choice, deterministic=True), [asked()])
     (again,) = bits_of(
@@ -207,7 +207,7 @@ def test_shared_pages_stay_as_they_are_and_a_second_request_hits_them(mixed: Tin
     engine = engine_of(mixed, "knorm", "0.5", deterministic=True)
     first = run(engine, asked())
     assert engine.index is not None
-    group = engine.cache.groups[0]
+    (group,) = engine.cache.groups_of(0)
 
     def pages() -> list[np.ndarray]:
         found = engine.index.hold(pack(PROMPT[: CONTEXT - 1]), engine.namespace())
@@ -320,6 +320,6 @@ def test_pairs_that_do_not_go_together_are_named(mixed: Tiny, method, budget, kv
 
 
 @pytest.mark.parametrize("method", ["streaming_llm", "knorm", "pyramidkv", "adakv_knorm"])
-def test_layers_that_have_a_window_take_any_format_beside_a_method(mixed: Tiny, method):
+def test_layers_that_have_a_window_take_any_format_with_any_method(mixed: Tiny, method):
     spec = engine_of(mixed, method, "20", kv_format="int8,window=kivi4").spec
     assert [one.name for one in spec.formats] == ["int8", "kivi4", "int8"]

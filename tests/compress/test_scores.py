@@ -1,4 +1,4 @@
-"""Scores and choices of every method, against a token at a time in float64."""
+"""Scores and choices of every method, compared with float64 references, one token at a time."""
 
 from fractions import Fraction
 from functools import cache, partial
@@ -9,14 +9,20 @@ import pytest
 
 from jaxkv.compress import (
     FORCED,
+    H2O,
     METHODS,
+    AdaKV,
     Budget,
     Compression,
+    ExpectedAttention,
+    Knorm,
     LayerTokens,
     PyramidKV,
     Queries,
     Random,
     ScoreMethod,
+    SnapKV,
+    StreamingLLM,
 )
 from jaxkv.compress.device import choose_in_layer
 from jaxkv.compress.kept import num_protected
@@ -27,7 +33,7 @@ from tests.compress import naive_scores
 
 H, K, D = 4, 2, 8
 ROPE = RopeConfig(theta=100.0)
-PADDED = 40  # slots behind the tokens
+PADDED = 40  # slots after the tokens
 
 
 SCORES = [name for name, method in METHODS.items() if isinstance(method, ScoreMethod)]
@@ -79,7 +85,7 @@ def scores_of(
         end = min(n, start + chunk)
         positions = np.full(chunk, -(2**30), np.int32)
         positions[: end - start] = range(start, end)
-        q = np.full((chunk, H, D), 3.0, np.float32)  # rows that are none
+        q = np.full((chunk, H, D), 3.0, np.float32)  # rows of padding
         q[: end - start] = tensors(n)["q"][start:end]
         rows = jnp.asarray(positions)
         queries = Queries(jnp.asarray(q), rows, jnp.broadcast_to(rows, (K, chunk)), cap)
@@ -90,12 +96,60 @@ def scores_of(
 
 @pytest.mark.parametrize("n", [5, 70, pytest.param(129, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(naive_scores.SCORES))
-def test_each_score_is_that_of_a_token_at_a_time_in_float64(name, n):
+def test_each_score_equals_its_float64_reference(name, n):
     keep = n // 2
     _, _, _, scores = scores_of(name, n, keep)
     want = naive_scores.SCORES[name](**tensors(n), cap=None, keep=keep, turned=turned)
     got = np.where(scores[:, :n] == np.float32(FORCED), np.inf, scores[:, :n])
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, method",
+    [
+        ("snapkv", SnapKV(window=9, kernel_size=1)),
+        ("snapkv", SnapKV(window=20, kernel_size=7)),
+        ("snapkv", PyramidKV(window=20, kernel_size=3, beta=2)),
+        ("h2o", H2O(recent_part=0.3)),
+        ("expected_attention", ExpectedAttention(sink_tokens=2, future_positions=9)),
+    ],
+)
+def test_parameters_are_those_of_the_papers(name, method):
+    fields = {field: value for field, value in vars(method).items() if field != "beta"}
+    _, _, _, scores = scores_of(method, 70, 31)
+    want = naive_scores.SCORES[name](**tensors(70), cap=None, keep=31, turned=turned, **fields)
+    got = np.where(scores[:, :70] == np.float32(FORCED), np.inf, scores[:, :70])
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("safeguard", [0.0, 0.3, 1.0])
+def test_each_head_keeps_its_safeguard(safeguard):
+    stay = chosen(AdaKV(Knorm(), safeguard=safeguard), 70, 9)
+    assert stay == naive_scores.best_of_layer(naive_scores.knorm(tensors(70)["k"]), 9, safeguard)
+
+
+def test_a_steeper_pyramid_gives_the_last_layer_less():
+    flat, steep = (PyramidKV(beta=beta).budgets(3, 1000, 500) for beta in (1, 50))
+    assert flat == [500] * 3 and steep[-1] == 64 + 436 // 50
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SnapKV(window=0), "window must be an int of at least 1, got 0"),
+        (lambda: SnapKV(kernel_size=4), "kernel_size must be odd, got 4"),
+        (lambda: PyramidKV(beta=1.5), "beta must be an int"),
+        (lambda: H2O(recent_part=1.5), "recent_part must be a number from 0 to 1, got 1.5"),
+        (lambda: ExpectedAttention(future_positions=True), "future_positions must be an int"),
+        (lambda: AdaKV("knorm"), "method must be a ScoreMethod, got 'knorm'"),
+        (lambda: AdaKV(Knorm(), safeguard=-1), "safeguard must be a number from 0 to 1, got -1"),
+        (lambda: StreamingLLM(sink_tokens=-1), "sink_tokens must be an int of at least 0"),
+        (lambda: Random(seed="1"), "seed must be an int of at least 0, got '1'"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("name", ["tova", "snapkv", "h2o"])
@@ -107,7 +161,7 @@ def test_weights_follow_a_soft_cap(name):
     assert not np.allclose(got, scores_of(name, 70, 30)[3][:, :70])
 
 
-def test_random_scores_depend_on_seed_length_layer_head_and_slot_alone():
+def test_random_scores_depend_only_on_seed_length_layer_head_and_slot():
     scores = scores_of("random", 70, 30)[3]
     wider = Random().score(layer_of(70, 300), None, jnp.int32(30))
     np.testing.assert_array_equal(scores, wider[:, : scores.shape[1]])
@@ -115,7 +169,7 @@ def test_random_scores_depend_on_seed_length_layer_head_and_slot_alone():
     assert not np.array_equal(scores[:, :70], scores_of("random", 71, 30)[3][:, :70])
 
 
-def chosen(name: str, n: int, keep: int, spans=((0, 0),)) -> list[list[int]]:
+def chosen(name: str | ScoreMethod, n: int, keep: int, spans=((0, 0),)) -> list[list[int]]:
     method, layer, statistics, _ = scores_of(name, n, keep)
     positions = jnp.broadcast_to(layer.slots, layer.k.shape[:2])
     bounds = jnp.asarray(spans, jnp.int32)
@@ -129,14 +183,14 @@ def chosen(name: str, n: int, keep: int, spans=((0, 0),)) -> list[list[int]]:
 
 @pytest.mark.parametrize("keep", [1, 30, 69, 70])
 @pytest.mark.parametrize("name", sorted(naive_scores.SCORES))
-def test_the_best_stay_and_of_equals_the_last(name, keep):
+def test_the_best_are_kept_and_of_equal_ones_the_last(name, keep):
     scores = naive_scores.SCORES[name](**tensors(70), cap=None, keep=keep, turned=turned)
     assert chosen(name, 70, keep) == naive_scores.best(scores, keep)
 
 
 @pytest.mark.parametrize("keep", [1, 8, 30, 69])
 @pytest.mark.parametrize("name", ["knorm", "keydiff", "h2o"])
-def test_heads_that_share_a_budget_keep_the_best_of_all(name, keep):
+def test_heads_that_share_a_budget_keep_the_best_of_all_heads(name, keep):
     scores = naive_scores.SCORES[name](**tensors(70), cap=None, keep=keep, turned=turned)
     stay = chosen(f"adakv_{name}", 70, keep)
     assert stay == naive_scores.best_of_layer(scores, keep)
@@ -145,13 +199,13 @@ def test_heads_that_share_a_budget_keep_the_best_of_all(name, keep):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_protected_tokens_stay_before_all_others(name):
+def test_protected_tokens_are_kept_before_all_others(name):
     for stay in chosen(name, 70, 9, spans=((11, 14), (40, 45), (0, 0))):
         assert {11, 12, 13, 40, 41, 42, 43, 44} <= set(stay)
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_they_stay_in_the_layer_with_the_smallest_budget(name):
+def test_protected_tokens_are_kept_in_the_layer_with_the_smallest_budget(name):
     n, keep, spans = 70, 68, ((3, 20), (40, 70), (10, 40), (30, 30))
     protected = {token for start, end in spans for token in range(start, end)}
     assert num_protected(spans) == len(protected) == 67
@@ -174,7 +228,12 @@ def test_a_pyramid_of_budgets_keeps_the_average_exactly(num_layers, n, keep, par
     assert sum(budgets) == num_layers * keep
     assert budgets == sorted(budgets, reverse=True)
     assert min(budgets) >= min(64 + protected, keep) and max(budgets) <= n
-    if (num_layers, n, keep, part) == (30, 1000, 500, 0):  # 436 beside the window, the last a 20th
+    if (num_layers, n, keep, part) == (
+        30,
+        1000,
+        500,
+        0,
+    ):  # 436 besides the window, the last layer a 20th
         assert abs(budgets[0] - (64 + 1.95 * 436)) < 1 and abs(budgets[-1] - (64 + 436 / 20)) < 1
 
 

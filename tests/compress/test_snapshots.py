@@ -1,5 +1,5 @@
-"""What is left of a context is shared: a second request goes on from it, to the bits of a cold run,
-whatever is evicted, preempted or aborted meanwhile, and the first one's pages stay as they are."""
+"""Shortened contexts are shared: a second request starts from one and has the bits of a cold run,
+whatever is evicted, preempted or aborted meanwhile. The pages of the first one do not change."""
 
 from itertools import count
 
@@ -35,7 +35,7 @@ def snapshots(engine: CheckedEngine) -> list[Snapshot]:
 
 
 def contents(engine: CheckedEngine, snapshot: Snapshot) -> list[np.ndarray]:
-    """What a snapshot's slots hold in every layer, those behind its tokens left out."""
+    """What a snapshot's slots hold in every layer, without the slots after its tokens."""
     found = []
     cache = engine.cache
     for layer, pages in enumerate(cache.layers):
@@ -105,7 +105,7 @@ def test_a_second_request_starts_from_what_is_left_and_equals_a_cold_run(
 
 
 @pytest.mark.parametrize("method", ["tova", pytest.param("snapkv", marks=pytest.mark.slow)])
-def test_a_method_that_asks_queries_shares_with_the_same_whole_prompt_alone(mixed: Tiny, method):
+def test_a_query_aware_method_shares_only_with_the_same_whole_prompt(mixed: Tiny, method):
     engine = engine_of(mixed, method)
     first, other, again = (run(engine, asked(QUESTIONS[i])) for i in (0, 1, 0))
     assert [one.cached_tokens for one in (first, other, again)] == [0, 89, 90]
@@ -114,7 +114,7 @@ def test_a_method_that_asks_queries_shares_with_the_same_whole_prompt_alone(mixe
 
 
 def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed: Tiny):
-    """Its last token is computed again, for what comes behind; the pages are the first one's."""
+    """Its last token is computed again for the next token; the pages are those of the first."""
     engine = engine_of(mixed, "tova")
     request = asked((), max_new_tokens=8)
     first = run(engine, request)

@@ -1,4 +1,4 @@
-"""Windows and first tokens: against a decoder that masks and turns in float64, and against
+"""Windows with first tokens, compared with a float64 decoder that masks and rotates, and with
 themselves under chunks, pages, preemption and cached prefixes."""
 
 from dataclasses import replace
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.attention.sink_tokens import SinkTokensLayer
 from jaxkv.cache import CacheSpec, LayerSpec, choose_formats, init_cache
 from jaxkv.compress import Compression
 from jaxkv.engine import Engine, EngineConfig, Request
@@ -62,7 +63,7 @@ def decode_windowed(decoder: Decoder, tokens: list[int], window: int, sinks: int
 @pytest.mark.parametrize(
     "method", ["streaming_llm", pytest.param("sliding_window", marks=pytest.mark.slow)]
 )
-def test_an_engine_sees_the_window_and_the_first_tokens_alone(mixed: Tiny, method):
+def test_an_engine_sees_only_the_window_and_the_first_tokens(mixed: Tiny, method):
     request = Request(prompt=PROMPT, max_new_tokens=5, keep_logits=True)
     completion = run(engine_of(mixed, method, token_budget=37), request)
     sinks = SINKS[method]
@@ -142,8 +143,6 @@ def test_layers_that_cannot_be_are_refused(window, sinks, name, message):
 
 
 def test_queries_see_the_first_tokens_from_the_end_of_the_cache():
-    layers = (LayerSpec(kv_heads=1, head_dim=8, window=12, sink_tokens=4),) * 2
-    formats = choose_formats("f32", layers)
-    cache = init_cache(CacheSpec(layers=layers, page_size=8, num_pages=(3,), formats=formats))
-    at = cache.sink_position(1, jnp.array([0, 14, 15, 16, 100_000], jnp.int32))
-    assert at is not None and at.tolist() == [0, 14, 15, 15, 15]
+    layer = SinkTokensLayer(index=1, window=12, sink_tokens=4)
+    at = layer.sink_position(jnp.array([0, 14, 15, 16, 100_000], jnp.int32))
+    assert at.tolist() == [0, 14, 15, 15, 15]

@@ -124,7 +124,7 @@ def test_codes_of_a_sealed_page_never_change(tiny: Tiny, kv_format):
         engine.step()
     (row,) = [s.row for s in engine._scheduler.running]
     full_layer = 1
-    group = engine.cache.groups[full_layer]
+    (group,) = engine.cache.groups_of(full_layer)
     ids = engine._tables.pages[group][row, :5].copy()
 
     def codes() -> list[np.ndarray]:

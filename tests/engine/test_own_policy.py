@@ -38,17 +38,22 @@ class PopularLast:
         self.deferred.clear()
 
 
-def test_an_engine_serves_with_a_policy_that_is_defined_here(tiny: Tiny):
+@pytest.mark.parametrize("own", [True, False], ids=["own", "lru"])
+def test_an_engine_serves_with_a_policy_that_is_defined_here(tiny: Tiny, own):
     policy = PopularLast(popular=6)
-    engine = tiny.engine(page_size=8, eviction=policy).squeeze(160)
+    engine = tiny.engine(page_size=8, eviction=policy if own else "lru").squeeze(160)
     popular, *others = random_prompts(60, 20, 24, 28, 20, 24, 28, 20, seed=3)
     for prompt in [popular] * 4 + others:
         assert run(engine, Request(prompt=prompt, max_new_tokens=4)).tokens == tiny.greedy(
             prompt, 4
         )
     assert engine.metrics.evicted_pages > 0
-    assert policy.evicted_hits and max(policy.evicted_hits) < 6
-    assert run(engine, Request(prompt=popular, max_new_tokens=1)).cached_tokens == 59
+    cached = run(engine, Request(prompt=popular, max_new_tokens=1)).cached_tokens
+    if own:
+        assert policy.evicted_hits and max(policy.evicted_hits) < 6
+        assert cached >= 56  # the last page, which has a part of the answer, may go
+    else:
+        assert cached == 0
 
 
 def test_a_policy_serves_one_engine(tiny: Tiny):

@@ -217,9 +217,9 @@ def test_a_probe_finds_what_a_request_would_and_changes_nothing(tiny: Tiny):
     (prompt,) = random_prompts(40)
     run(engine, Request(prompt=prompt, max_new_tokens=2))
     assert engine.index is not None
-    before = list(engine.index._policy._order)
+    before = list(engine.index.order.policy._order)
     assert engine.index.probe(pack(prompt[:30]), engine.namespace()) == 30
-    assert list(engine.index._policy._order) == before
+    assert list(engine.index.order.policy._order) == before
 
 
 @pytest.mark.parametrize("pinned_pages", [0, 2])

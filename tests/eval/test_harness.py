@@ -112,7 +112,7 @@ def test_answers_end_at_their_stops(tiny: Tiny):
     assert found[0] == text[: text.index(stop)] and found[1] == text
     drawn = model.generate_until([(CONTEXT, dict(do_sample=True, temperature=5.0, until="zz"))])
     assert drawn[0] != text[: len(drawn[0])]
-    with pytest.raises(RequestError, match="no such options of an answer: num_beams"):
+    with pytest.raises(RequestError, match="unknown generation options: num_beams"):
         model.generate_until([(CONTEXT, dict(num_beams=3))])
 
 

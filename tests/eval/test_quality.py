@@ -90,9 +90,9 @@ def test_what_follows_a_context_that_lost_tokens_scores_as_the_engine_says(tiny:
 
 
 def test_texts_that_are_too_short_are_refused(tiny: Tiny):
-    with pytest.raises(ValueError, match="two tokens"):
+    with pytest.raises(ValueError, match="at least two tokens"):
         measure(tiny.model, TOKENS[:1], {}, page_size=8)
-    with pytest.raises(ValueError, match="one token"):
+    with pytest.raises(ValueError, match="at least one token"):
         kv_ranges(tiny.model, ())
 
 

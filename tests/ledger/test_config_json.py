@@ -244,21 +244,21 @@ def test_a_model_type_that_is_not_known_is_read_by_its_keys_with_a_note(keys, ki
         ({"intermediate_size": None}, "has no intermediate_size"),
         ({"num_key_value_heads": 3}, "= 3 does not divide num_attention_heads = 8"),
         ({"hidden_size": 60}, "num_attention_heads = 8 does not divide hidden_size = 60"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers = -1 must be a whole number above 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1 must be a whole number from 1"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000 is more layers than"),
         ({"hidden_size": 10**30}, "hidden_size = 1000"),
-        ({"hidden_size": "64"}, "hidden_size = 64 must be a whole number"),
+        ({"hidden_size": "64"}, "hidden_size = '64' must be a whole number"),
         ({"hidden_size": True}, "hidden_size = True must be a whole number"),
         ({"hidden_size": None, "n_embd": -3}, "n_embd = -3 must be a whole number"),
         ({"head_dim": 0}, "head_dim = 0 must be a whole number"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0 must be a whole number"),
         ({"num_hidden_layers": 4, "n_layer": 5}, "num_hidden_layers = 4 and n_layer = 5 contra"),
         ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers, num_hidden_layers is 4"),
-        ({"layer_types": ["odd"] * 4}, "layer_types = odd is none of full_attention"),
+        ({"layer_types": ["odd"] * 4}, "layer_types = 'odd' is none of full_attention"),
         ({"layer_types": ["sliding_attention"] * 4}, "has no sliding_window"),
         ({"layer_types": ["chunked_attention"] * 4}, "has no attention_chunk_size"),
         ({"layer_types": ["linear_attention"] * 4}, "has no linear_num_key_heads"),
-        ({"layer_types": "full"}, "layer_types = full must be a list of strings"),
+        ({"layer_types": "full"}, "layer_types = 'full' must be a list of strings"),
         ({"sliding_window": 16}, "sliding_window = 16 is not known here, and may change the mem"),
         ({"kv_compression": 2}, "kv_compression = 2 is not known here"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "needs sliding_window and max_wind"),
@@ -266,14 +266,14 @@ def test_a_model_type_that_is_not_known_is_read_by_its_keys_with_a_note(keys, ki
         ({"model_type": "mixtral"}, "has no num_local_experts"),
         (
             {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
-            "num_experts_per_tok = 3 is more than there are, 2",
+            "num_experts_per_tok = 3 is more than there are experts, 2",
         ),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "has no qk_rope_head_dim"),
         ({"model_type": "falcon", "multi_query": True}, "multi_query = True contradicts num_kv"),
         ({"use_cla": True}, "has no cla_share_factor"),
         ({"cla_share_factor": 2, "num_kv_shared_layers": 1}, "contradict each other"),
-        ({"num_kv_shared_layers": 4}, "leaves layer 0 none of its kind to share with"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = no must be true or false"),
+        ({"num_kv_shared_layers": 4}, "leaves layer 0 no layer of its kind to share with"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' must be true or false"),
         (
             {
                 "model_type": "gemma3_text",
@@ -389,7 +389,7 @@ def test_a_chunk_size_of_null_is_none():
     [
         ({"no_rope_layers": [0, 1, 2, 1]}, "no_rope_layers = .* neither 0 nor 1"),
         ({"no_rope_layers": [0, 1, 1, 1], "no_rope_layer_interval": 4}, "interval = 4 contradict"),
-        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 must be a whole number above"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 must be a whole number from 1"),
     ],
 )
 def test_which_layers_have_rope_is_said_once_and_for_all(keys, message):
@@ -416,7 +416,7 @@ QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
             },
         ),
         ("deepseek_v2", {"q_lora_rank": "taken as 1,536, the family's own"}),
-        ("kimi_k2", {"q_lora_rank": "q is taken as projected at once"}),
+        ("kimi_k2", {"q_lora_rank": "q is taken as projected in one step"}),
         ("kimi_k2", {"first_k_dense_replace": "no layer is taken as dense"}),
         ("odd", {"n_shared_experts": "taken as none"}),
     ],
@@ -444,7 +444,7 @@ def test_a_shared_expert_is_the_familys_own_where_no_key_says(model_type, size):
         ({**DEEPSEEK, "first_k_dense_replace": 5}, "replace = 5 is more than there are layers, 4"),
         (
             {**DEEPSEEK, "num_key_value_heads": "x"},
-            "num_key_value_heads = x must be a whole number",
+            "num_key_value_heads = 'x' must be a whole number",
         ),
         (
             {**DEEPSEEK, "layer_types": SLIDING, "sliding_window": 8},
@@ -475,7 +475,7 @@ def test_what_is_estimated_has_a_note():
     model = read(num_key_value_heads=None, a_novelty=3, z_loss=0.0)
     assert model.kind == "MHA 8"
     assert model.notes == (
-        "num_key_value_heads is missing: taken as 8, as of multi-head attention",
+        "num_key_value_heads is missing: taken as 8, as in multi-head attention",
         "tie_word_embeddings is missing: taken as false, the family's own",
         "not known, and left out of account: a_novelty",
     )
@@ -496,7 +496,7 @@ def test_a_text_model_inside_another_one_is_read_alone():
     text = config(model_type="gemma3_text", sliding_window=16, head_dim=8)
     model = model_from_config(outer | {"text_config": text}, name="g")
     assert limits(model) == [16] * 4
-    assert "the text model alone; its vision and audio towers are not counted" in model.notes
+    assert "only the text model; its vision and audio towers are not counted" in model.notes
 
 
 def test_a_file_or_its_folder_is_read_and_named_for_the_folder(tmp_path):
@@ -514,7 +514,7 @@ def test_a_file_or_its_folder_is_read_and_named_for_the_folder(tmp_path):
         (b"", "is not JSON"),
         (b"\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b"[]", "is no JSON object"),
+        (b"[]", "is not a JSON object"),
         (b"{}", "has no hidden_size"),
         (b'{"hidden_size": 1e400}', "hidden_size = inf must be a whole number"),
         (b'{"hidden_size": NaN}', "hidden_size = nan must be a whole number"),

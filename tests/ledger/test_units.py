@@ -26,15 +26,15 @@ def test_bytes_are_read_in_the_unit_they_name(text, num_bytes):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("80G", "'80G' may be GB or GiB: say which"),
+        ("80G", "'80G' may be GB or GiB: write one of them"),
         ("80k", "'80k' may be KB or KiB"),
         ("80Q", "no unit 'Q'; there are B, kB"),
-        ("-80GB", "is no size"),
-        ("", "is no size"),
-        ("1e9", "is no size"),
+        ("-80GB", "is not a size"),
+        ("", "is not a size"),
+        ("1e9", "is not a size"),
         ("0GB", "must be at least 1 byte"),
         ("9" * 20 + "TB", "at most 1 EiB"),
-        ("9" * 40, "is no size"),
+        ("9" * 40, "is not a size"),
     ],
 )
 def test_other_sizes_are_refused(text, message):
@@ -61,6 +61,6 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 def test_rates_and_units():
     assert (parse_rate("400T"), parse_rate("1.5P"), parse_rate("7")) == (4e14, 1.5e15, 7.0)
     for text in ("0T", "x", "-1T", "1e400"):
-        with pytest.raises(LedgerError, match="is no rate"):
+        with pytest.raises(LedgerError, match="is not a rate"):
             parse_rate(text)
     assert (UNITS["GiB"], UNITS["GB"]) == (2**30, 10**9)

@@ -12,7 +12,8 @@ from jaxkv.attention import AttentionBackend, StepInputs
 from jaxkv.cache import CacheSpec, KVCache, LayerSpec, choose_formats, init_cache
 from jaxkv.models.config import AttentionConfig, LayerConfig, LinearScaling, ModelConfig, RopeConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.layers import project
+from jaxkv.models.layers import cpu_product
+from tests.engine.tiny import decode_model
 from tests.models.numpy_decoder import decode_naively
 
 V, P, M = 61, 8, 8
@@ -91,12 +92,11 @@ class Runner:
         self.decoder = decoder
         backend = AttentionBackend(name="reference") if quick else AttentionBackend(query_tile=16)
         options = {"xla_backend_optimization_level": 0} if quick else None
-        graphdef, self.state = nnx.split(decoder)
+        self.model = decode_model(decoder)
 
-        def step(state, cache, inputs):
-            module = nnx.merge(graphdef, state)
-            hidden, cache = module(cache, inputs, backend)
-            return module.logits(hidden), cache
+        def step(params, cache, inputs):
+            hidden, cache = self.model.forward(params, cache, inputs, backend)
+            return self.model.logits(params, hidden), cache
 
         self.step = jax.jit(step, compiler_options=options)
 
@@ -106,7 +106,7 @@ class Runner:
         rng = np.random.default_rng(0)
         tables = tuple(
             jnp.asarray(rng.permutation(np.arange(1, 20))[None, :M], jnp.int32)
-            for _ in cache.windows
+            for _ in cache.spec.groups
         )
         out, start = [], 0
         for n in chunks:
@@ -119,7 +119,7 @@ class Runner:
                 jnp.array([0, n], jnp.int32),
                 *tables,
             )
-            logits, cache = self.step(self.state, cache, inputs)
+            logits, cache = self.step(self.model.params, cache, inputs)
             out.append(np.array(logits)[:n])
         assert start == len(tokens)
         return np.concatenate(out)
@@ -221,7 +221,7 @@ def test_a_product_of_64_rows_or_more_gives_each_row_its_own_bits(out_in):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((256, out_in[1])).astype(np.float32)
     weight = rng.standard_normal(out_in).astype(np.float32)
-    rows = jax.jit(project)
+    rows = jax.jit(cpu_product)
     whole = np.array(rows(x, weight))
     moved = np.array(rows(np.concatenate([x[200:], x[:200]]), weight))
     np.testing.assert_array_equal(moved, np.concatenate([whole[200:], whole[:200]]))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxkv.attention import AttentionBackend, StepInputs
-from jaxkv.cache import CacheSpec, choose_formats, group_pages, init_cache, layer_pages
+from jaxkv.cache import CacheSpec, choose_formats, init_cache
 from jaxkv.engine import Completion, Engine, EngineConfig, Request
 from jaxkv.models.decode_model import FlaxDecodeModel
 from jaxkv.models.loading import load_model
@@ -39,14 +39,10 @@ def paged_logits(
     num_pages = len(ids) * per_row
     shuffled = 1 + np.random.default_rng(0).permutation(num_pages).astype(np.int32)
     formats = choose_formats("f32", model.layers)
-    num_groups = len(group_pages(layer_pages(model.layers, formats)))
-    tables = (jnp.asarray(shuffled.reshape(len(ids), per_row)),) * num_groups
-    spec = CacheSpec(
-        layers=model.layers,
-        page_size=page_size,
-        num_pages=(num_pages + 1,) * num_groups,
-        formats=formats,
+    spec = CacheSpec.plan(
+        model.layers, formats, page_size=page_size, num_tokens=num_pages * page_size
     )
+    tables = (jnp.asarray(shuffled.reshape(len(ids), per_row)),) * len(spec.groups)
 
     @jax.jit
     def step(params, cache, inputs):

@@ -252,7 +252,7 @@ def test_a_tensor_that_its_shard_lacks_is_refused(tmp_path: Path):
     [
         ({}, "has no weight_map"),
         ({"weight_map": {"a": 1}}, "has no weight_map"),
-        ({"weight_map": {"a": "../model.safetensors"}}, "is not the name of a file beside it"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "is not a file name"),
     ],
     ids=["empty", "not_a_name", "outside"],
 )

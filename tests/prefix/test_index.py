@@ -242,9 +242,9 @@ def test_an_eviction_looks_at_a_few_nodes_whatever_the_number_of_leaves(policy, 
             tables.publish(row, pack(numbers(8, 10 * i)), PUBLIC)
             tables.close(row)
         calls = []
-        truncate = world.index._evict_tail
+        evict_from = world.index.evict_from
         monkeypatch.setattr(
-            world.index, "_evict_tail", lambda *a, f=truncate, c=calls: (c.append(a), f(*a))[1]
+            world.index, "evict_from", lambda *a, f=evict_from, c=calls: (c.append(a), f(*a))[1]
         )
         assert world.index.evict(0, 20) == 20
         looks[num_leaves] = len(calls)

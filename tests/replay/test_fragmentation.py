@@ -203,8 +203,8 @@ def test_on_a_real_trace_pages_of_16_waste_under_4_percent_and_runs_tens_of_perc
         ({"capacity": 8}, "8 slots in pages of 16"),
         ({"page_size": 0}, "pages of 0"),
         ({"capacity": 1 << 40}, "must be 1 to 67108864 pages"),
-        ({"step_seconds": 0.0}, "0.0 seconds a step"),
-        ({"step_seconds": math.nan}, "nan seconds a step"),
+        ({"step_seconds": 0.0}, "0.0 seconds per step"),
+        ({"step_seconds": math.nan}, "nan seconds per step"),
         ({"capacity": 32}, "paged: none of 1 requests fits into 32 slots"),
         ({"requests": []}, "paged: none of 0 requests"),
     ],
@@ -229,7 +229,7 @@ def test_too_long_requests_are_refused_and_the_rest_is_served():
     "line, message",
     [
         ("{", "line 2: Expecting"),
-        ("[]", "line 2: is no JSON object"),
+        ("[]", "line 2: is not a JSON object"),
         ('{"output_length": 1}', "line 2: has no input_length"),
         ('{"input_length": 0, "output_length": 1}', "input_length = 0 must be 1 to"),
         ('{"input_length": 1.5, "output_length": 1}', "input_length = 1.5 must be"),
@@ -276,8 +276,8 @@ def test_drawn_lengths_have_the_means_that_they_say(name, prompt, answer):
     [
         (("odd", 5, 1.0), "no lengths 'odd'; there are chat"),
         (("chat", 0, 1.0), "0 requests: must be"),
-        (("chat", 5, 0.0), "0.0 requests a second"),
-        (("chat", 5, math.inf), "inf requests a second"),
+        (("chat", 5, 0.0), "0.0 requests per second"),
+        (("chat", 5, math.inf), "inf requests per second"),
     ],
 )
 def test_lengths_that_cannot_be_drawn_are_refused(arguments, message):

@@ -298,7 +298,7 @@ def test_on_the_real_trace_an_endless_cache_finds_what_its_blocks_share(shared):
         ({"page_size": 0}, "in pages of 0"),
         ({"capacity": 1 << 40}, "a cache of"),
         ({"capacity": 0, "eviction": OPTIMUM}, "a cache of 0 tokens"),
-        ({"cache": "none", "eviction": OPTIMUM}, "is of a cache that keeps pages, not of 'none'"),
+        ({"cache": "none", "eviction": OPTIMUM}, "needs a cache that keeps pages, not 'none'"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(changes, message):

@@ -20,7 +20,7 @@ def argument[T](read: Callable[[str], T]) -> Callable[[str], T]:
     def parse(text: str) -> T:
         try:
             return read(text)
-        except LedgerError as error:
+        except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse

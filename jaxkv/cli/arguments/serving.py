@@ -10,10 +10,11 @@ from pathlib import Path
 import jax
 
 from jaxkv.attention import BACKEND_NAMES
-from jaxkv.cache import FORMATS, STATIC, KVRanges
+from jaxkv.cache import KVRanges
 from jaxkv.compress import METHODS, Compression
 from jaxkv.engine import SamplingParams
 from jaxkv.errors import UsageError
+from jaxkv.kv_format import FORMATS
 from jaxkv.llm import page_size_for
 from pallas_kernels.attention.api import PREFERENCE
 
@@ -132,7 +133,7 @@ def add_format_arguments(parser: Arguments) -> None:
         "--kv-format",
         default="f32",
         metavar="F",
-        help=f"how K and V are stored: {', '.join((*FORMATS, *STATIC))}; kivi4,window=bf16,0=int8 "
+        help=f"how K and V are stored: {', '.join(FORMATS)}; kivi4,window=bf16,0=int8 "
         "means kivi4 but bf16 in layers with a window and int8 in layer 0 (default: %(default)s)",
     )
     parser.add_argument(

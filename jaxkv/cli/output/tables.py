@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv.ledger.keys import printable
+from jaxkv.printable import printable
 
 Row = Mapping[str, Any]
 

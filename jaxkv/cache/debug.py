@@ -1,22 +1,19 @@
-"""What must hold of a cache and of the tables that a step reads it by, checked on the host.
+"""Checks, on the host, of the page tables that a step reads the cache by.
 
-For tests and for finding a fault: nothing here is called while an engine runs. Not here: a pool's
-own books (`jaxkv.prefix`), which are taken as they are.
+They serve tests and the search for a fault; an engine does not call them. How each pool counts its
+own pages is checked in `jaxkv.prefix`.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Protocol
 
-import jax
 import numpy as np
 
 from jaxkv.cache.spec import CacheSpec
-from jaxkv.cache.state import KVCache
 
 
 class Holders(Protocol):
-    """Who holds each page of a layer group; `jaxkv.prefix.PagePool` is one."""
+    """Knows who holds each page of a layer group; `jaxkv.prefix.PagePool` is one."""
 
     def state(self, page: int) -> tuple[int, int]:
         """Whether an index keeps a page, 0 or 1, and how many sequences hold it.
@@ -24,38 +21,6 @@ class Holders(Protocol):
         Raises ValueError where the pool has no such page.
         """
         ...
-
-
-def check_cache(cache: KVCache, spec: CacheSpec) -> None:
-    """Checks that the arrays of a cache are those that its spec describes.
-
-    Raises:
-      ValueError: a layer, named, has another shape, dtype, layout, window or format than the
-        spec's.
-    """
-    if len(cache.layers) != len(spec.pages):
-        raise ValueError(f"the cache has {len(cache.layers)} layers, the spec {len(spec.pages)}")
-    for index, (got, want) in enumerate(zip(cache.formats, spec.formats, strict=True)):
-        if got != want:
-            raise ValueError(f"layer {index}: format is {got.name}, the spec's {want.name}")
-    for g, group in enumerate(spec.groups):
-        for index in group.members:
-            one, pages = spec.pages[index], cache.layers[index]
-            dims = spec.page_size, one.kv_heads, one.head_dim
-            N = max(1, one.heads_apart) * spec.num_pages[g]
-            want = jax.eval_shape(functools.partial(one.format.init_pages, N, *dims, spec.layout))
-            facts: dict[str, tuple[object, object]] = {
-                "layout": (pages.layout, spec.layout),
-                "group": (cache.groups_of(index)[group.head], g),
-                "window": (cache.windows[cache.groups[index]], one.window),
-            }
-            for name, array in want.paged.items():
-                got = pages.paged[name]
-                facts[f"shape of {name}"] = got.shape, array.shape
-                facts[f"dtype of {name}"] = got.dtype, array.dtype
-            for name, (got, want) in facts.items():
-                if got != want:
-                    raise ValueError(f"layer {index}: {name} is {got}, the spec says {want}")
 
 
 def check_tables(
@@ -75,7 +40,7 @@ def check_tables(
       page_tables: for each layer group `[B, M]` int32.
       kv_lens: `[groups, B]` int32, tokens in the pages of each group after the step.
       query_lens: `[B]` int32, how many of them the step writes.
-      pools: who holds what, one a layer group.
+      pools: one per layer group.
       spec: of the cache.
 
     Raises:
@@ -98,7 +63,7 @@ def check_tables(
                 if page == 0:
                     raise ValueError(f"{where}: page {place} of its tokens is the null page")
                 if pool.state(page)[1] == 0:
-                    raise ValueError(f"{where}: page {page} is in use and nobody holds it")
+                    raise ValueError(f"{where}: page {page} is in use and no sequence holds it")
                 readers.setdefault(page, []).append(b)
                 if queries and place >= first_written:
                     written[page] = b
