@@ -97,10 +97,7 @@ class EngineConfig:
             )
         if self.scheduling not in SCHEDULING:
             raise UsageError(f"scheduling must be of {SCHEDULING}, got {self.scheduling!r}")
-        try:
-            check_choice(self.kv_format)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        check_choice(self.kv_format)
 
 
 _TYPES = {

@@ -192,7 +192,12 @@ def test_a_name_that_does_not_identify_a_format_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         choose_formats(Int2(name), LAYERS)
     with pytest.raises(ValueError, match=message):
-        EngineConfig(kv_format=Int2(name)).check()
+        EngineConfig(kv_format=Int2(name))
+
+
+def test_a_class_is_no_format():
+    with pytest.raises(ValueError, match="must be an object, got the class Int2"):
+        EngineConfig(kv_format=Int2)
 
 
 # Bytes.
