@@ -15,7 +15,7 @@ from jaxkv.testing.batches import Batch, Placed, naive_attention, place, random_
 from pallas_kernels import KeyPart
 from pallas_kernels.pages import LAYOUTS, Layout
 
-Attention = Callable[..., tuple[jax.Array, jax.Array]]
+Attention = Callable[..., Any]  # called like `ragged_paged_attention`, returns out and lse
 
 # Largest relative and absolute error of `out`, by the dtype of the queries, and of `lse`.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 1e-3}

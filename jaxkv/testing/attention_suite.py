@@ -92,7 +92,7 @@ class AttentionSuite:
         options.pop("shared", None)  # a hint that changes nothing
         assert_attention(out, lse, batch, self.tolerance, self.lse_tolerance, **options)
 
-    def assert_close(self, got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
+    def assert_close(self, got: Sequence[Any], want: Sequence[Any]) -> None:
         """Compares out, float32, and lse with others."""
         for one, other, rtol in zip(
             got, want, (self.tolerance["float32"], self.lse_tolerance), strict=True
@@ -238,7 +238,7 @@ class AttentionSuite:
         batch = self.batch(LENGTHS, MIXED, T=40)
         placed = self.place(batch, window=window)
         want_out, want_lse = self.attend(batch, placed, window=window)
-        whole = None
+        whole: Any = None
         for part in ("first", "middle", "recent"):
             keys = KeyPart(part=part, page_size=16, recent=recent, first=first)
             got = self.attend(batch, placed, window=window, keys=keys)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxkv.testing.layouts import stored
 from pallas_kernels import KeyPart, Layout, Pages
@@ -64,7 +65,7 @@ def random_batch(
     T: int,
     heads: tuple[int, int] = (4, 2),
     D: int = 16,
-    dtypes: tuple[jnp.dtype, jnp.dtype] = (jnp.float32, jnp.float32),
+    dtypes: tuple[DTypeLike, DTypeLike] = (jnp.float32, jnp.float32),
     seed: int = 0,
 ) -> Batch:
     """Normal random numbers; `heads` is (H, K), `dtypes` that of q and that of K and V."""

@@ -6,6 +6,7 @@ is a decoded token or in the middle of a prefill. The class is for backends that
 they are given `row_options`.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import chex
@@ -23,7 +24,7 @@ EVERY_OPTION = pytest.mark.parametrize(
 )
 
 
-def assert_same_bits(got: tuple[np.ndarray, np.ndarray], want: tuple[np.ndarray, np.ndarray]):
+def assert_same_bits(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> None:
     views = [[array.view(np.uint32) for array in pair] for pair in (got, want)]
     chex.assert_trees_all_equal(*views)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DATA = Path(__file__).resolve().parent
@@ -147,6 +148,9 @@ def make_real(name: str, path: Path) -> None:
     """Stores ids, log-probabilities, logits and greedy continuations of a real model."""
     where = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
     tokenizer = AutoTokenizer.from_pretrained(**where)
+    if name == "smollm2":  # the file only names the rule by which its model splits text: "smollm"
+        split = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(split)
     model = AutoModelForCausalLM.from_pretrained(
         **where, dtype=torch.float32, attn_implementation="eager"
     ).eval()
