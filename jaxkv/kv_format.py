@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from jaxkv.errors import UsageError
+
 PAGE_SIZES = range(8, 257)  # tokens per page that the attention kernels take
 CHANNEL_GROUP = 32  # channels of V that share parameters in kivi formats; a divisor of D if smaller
 
@@ -78,7 +80,7 @@ class FormatSpec:
         """Returns the bytes of one page of one layer, parameters per page and vector included.
 
         Raises:
-          ValueError: the codes of a vector do not fill whole bytes.
+          UsageError: the codes of a vector do not fill whole bytes.
         """
         k, v = self.k_page_bytes(page_size, head_dim), self.v_page_bytes(page_size, head_dim)
         return kv_heads * (k + v)
@@ -111,10 +113,10 @@ def code_bytes(head_dim: int, bits: int) -> int:
     """Returns the bytes of a vector's values.
 
     Raises:
-      ValueError: they do not fill whole bytes.
+      UsageError: they do not fill whole bytes.
     """
     if head_dim * bits % 8:
-        raise ValueError(f"D = {head_dim}: the codes of a token, {bits} bits each, must fill bytes")
+        raise UsageError(f"D = {head_dim}: the codes of a token, {bits} bits each, must fill bytes")
     return head_dim * bits // 8
 
 
@@ -148,14 +150,14 @@ def parse_format(name: str) -> FormatSpec:
     """Returns the format of a name.
 
     Raises:
-      ValueError: there is no such format.
+      UsageError: there is no such format.
     """
     if name in FORMATS:
         return FORMATS[name]
     if (match := _KIVI.fullmatch(name)) is not None:
         both, k_bits, v_bits, recent, sinks = (int(x) if x else 0 for x in match.groups())
         return _kivi(both or k_bits, both or v_bits, Exact(recent, sinks))
-    raise ValueError(
+    raise UsageError(
         f"no KV format {name!r}; there are {', '.join(FORMATS)}, and kivi formats with _rR for R "
         "recent tokens and _sS for S first pages in bfloat16"
     )
@@ -169,16 +171,16 @@ def parse_choice(choice: str) -> list[tuple[str, FormatSpec]]:
       a later pair overrides the earlier ones.
 
     Raises:
-      ValueError: a part names no format or no layers.
+      UsageError: a part names no format or no layers.
     """
     first, *others = (part.strip() for part in choice.split(","))
     parts = [("", parse_format(first))]
     for part in others:
         layers, equals, name = (x.strip() for x in part.partition("="))
         if not equals or not layers:
-            raise ValueError(f"KV format {choice!r}: {part!r} must be LAYERS=FORMAT")
+            raise UsageError(f"KV format {choice!r}: {part!r} must be LAYERS=FORMAT")
         if layers not in ("window", "full") and _LAYER.fullmatch(layers) is None:
-            raise ValueError(f"{layers!r} must be `window`, `full` or a layer's number")
+            raise UsageError(f"{layers!r} must be `window`, `full` or a layer's number")
         parts.append((layers, parse_format(name)))
     return parts
 
@@ -193,7 +195,7 @@ def formats_by_layer(choice: str, slides: Sequence[bool]) -> tuple[FormatSpec, .
       slides: for each layer, whether it has a sliding window.
 
     Raises:
-      ValueError: the choice names no format, or a layer that the model does not have.
+      UsageError: the choice names no format, or a layer that the model does not have.
     """
     count = len(slides)
     chosen: dict[int, FormatSpec] = {}
@@ -205,7 +207,7 @@ def formats_by_layer(choice: str, slides: Sequence[bool]) -> tuple[FormatSpec, .
         elif -count <= int(layers) < count:
             indices = [int(layers) % count]
         else:
-            raise ValueError(f"no layer {int(layers)}: the model has {count}")
+            raise UsageError(f"no layer {int(layers)}: the model has {count}")
         chosen |= dict.fromkeys(indices, spec)
     return tuple(chosen[i] for i in range(count))
 
@@ -215,7 +217,7 @@ def split_choices(text: str) -> list[str]:
     the choice before it.
 
     Raises:
-      ValueError: the list is empty, or begins with a part that belongs to a choice before it.
+      UsageError: the list is empty, or begins with a part that belongs to a choice before it.
     """
     choices: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -224,9 +226,9 @@ def split_choices(text: str) -> list[str]:
         elif choices:
             choices[-1] += f",{part}"
         else:
-            raise ValueError(f"{text!r}: {part!r} must follow a format for all layers")
+            raise UsageError(f"{text!r}: {part!r} must follow a format for all layers")
     if not choices:
-        raise ValueError(f"{text!r} names no format")
+        raise UsageError(f"{text!r} names no format")
     return choices
 
 
@@ -235,6 +237,6 @@ def preferred_page_size(choice: str) -> int:
     keys share parameters, else 16.
 
     Raises:
-      ValueError: a part names no format or no layers.
+      UsageError: a part names no format or no layers.
     """
     return 32 if any(spec.kind == "channel" for _, spec in parse_choice(choice)) else 16

@@ -1,4 +1,4 @@
-"""What every test runs under: strict JAX, devices by marker, and the data that may be absent."""
+"""What every test runs under: strict JAX, devices by marker, and the folder of reference data."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for platform in ("gpu", "tpu"):
         marked = [item for item in items if item.get_closest_marker(platform)]
         if marked and jax.default_backend() != platform:
-            skip = pytest.mark.skip(reason=f"JAX runs on {jax.default_backend()} here")
+            here = jax.default_backend()
+            skip = pytest.mark.skip(reason=f"needs a {platform.upper()}; JAX runs on {here} here")
             for item in marked:
                 item.add_marker(skip)
 
@@ -46,12 +47,9 @@ def compiled_once_a_session(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder beside the repository that holds reference outputs of other implementations."""
-    folder = ROOT.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"needs the reference data in {folder}")
-    return folder
+def data() -> Path:
+    """The folder of reference outputs, texts and traces; its README says how they were made."""
+    return ROOT / "tests" / "data"
 
 
 @pytest.fixture(scope="session")

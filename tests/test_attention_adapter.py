@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,11 +157,11 @@ def test_chunks_written_and_attended_equal_attention_over_the_whole(layer, backe
             for b, span in enumerate(spans)
             for p in range(span.start, span.stop)
         ]
-        np.testing.assert_allclose(out[: len(want)], np.array(want), atol=1e-5)
+        chex.assert_trees_all_close(out[: len(want)], np.array(want), rtol=1e-7, atol=1e-5)
         assert not np.array(out[len(want) :]).any()
     keys, values = gather_dense(cache, layer, step.page_tables[cache.groups_of(layer)[0]])
     for b, n in enumerate(lens):
         for got, want in ((keys, k), (values, v)):
-            np.testing.assert_array_equal(got[b, :n, :, :D], want[b])
+            chex.assert_trees_all_equal(got[b, :n, :, :D], want[b])
             assert not np.array(got[b, :n, :, D:]).any()
     assert not np.array(cache.layers[1 - layer].kv).any()

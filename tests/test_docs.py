@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 
@@ -74,7 +75,7 @@ def test_the_kernel_call_of_the_readme_runs_as_it_stands_and_answers_both_sequen
         for head in range(8):
             weights = np.exp(k[seen, head // 4] @ q[i, head] / 8)
             naive = weights @ v[seen, head // 4] / weights.sum()
-            np.testing.assert_allclose(out[i, head], naive, atol=1e-5)
+            chex.assert_trees_all_close(out[i, head], naive, rtol=1e-7, atol=1e-5)
 
 
 def tree_paths() -> list[str]:

@@ -92,6 +92,8 @@ RULES = {
     # Importable only with the extra `eval`.
     "jaxkv.models.lm_eval_model": Rule(ours=LIBRARY, outside=("lm_eval", "tqdm")),
     "jaxkv.models": Rule(ours=LIBRARY, outside=ARRAYS + CHECKPOINTS),
+    # Importable only with the extra `testing`; its suites need pytest too.
+    "jaxkv.testing": Rule(ours=("jaxkv", "pallas_kernels"), outside=(*ARRAYS, "chex", "pytest")),
     "jaxkv.cli": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),
     "scripts": Rule(ours=("jaxkv", "pallas_kernels"), outside=ANY),
 }

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxkv.cache.formats import KVFormat, PackageFormat, StaticFormat, get_format
 from jaxkv.cache.ranges import KVRanges
 from jaxkv.cache.spec import LayerSpec
+from jaxkv.errors import UsageError
 from jaxkv.kv_format import FORMATS, FormatSpec, formats_by_layer, parse_choice
 from pallas_kernels.codes import largest_code
 
@@ -54,17 +55,19 @@ def check_choice(choice: str | KVFormat) -> None:
     """Checks what can be checked of a choice while the layers are not known.
 
     Raises:
-      ValueError: a part of a text names no format or no layers; the name of a format of your own is
+      UsageError: a part of a text names no format or no layers; the name of a format of your own is
         not allowed, or is the name of a format of this package.
     """
     if isinstance(choice, str):
         parse_choice(choice)
         return
+    if isinstance(choice, type):
+        raise UsageError(f"a KV format must be an object, got the class {choice.__name__}")
     name = choice.name  # pages are shared, exported and imported by it
     if not isinstance(name, str) or re.fullmatch(r"[\w.@-]+", name) is None:
-        raise ValueError(f"the name of a KV format must be letters, digits and _.@-, got {name!r}")
+        raise UsageError(f"the name of a KV format must be letters, digits and _.@-, got {name!r}")
     if name in FORMATS and not isinstance(choice, PackageFormat):
-        raise ValueError(f"{choice!r} has the name of a format of jaxkv, {name}")
+        raise UsageError(f"{choice!r} has the name of a format of jaxkv, {name}")
 
 
 def format_id(formats: Sequence[KVFormat]) -> str:

@@ -173,21 +173,19 @@ class CacheSpec:
         groups: list[LayerGroup] = []
         first_group: dict[object, int] = {}
 
-        def add(index: int, kv_format: KVFormat, kept: LayerGroup, owner: object, heads: int = 1):
+        def add(
+            index: int, kv_format: KVFormat, kept: LayerGroup, owner: object, heads: int = 1
+        ) -> None:
             first = first_group.setdefault((kept, owner), len(groups))
             if first == len(groups):
                 groups.extend(replace(kept, head=head) for head in range(heads))
-            layer = self.layers[index]
-            own = range(first, first + heads)
-            for group in own:
-                groups[group] = replace(groups[group], members=(*groups[group].members, len(pages)))
             pages.append(
                 LayerPages(
                     layer=index,
-                    kv_heads=layer.kv_heads // heads,
-                    head_dim=layer.head_dim,
+                    kv_heads=self.layers[index].kv_heads // heads,
+                    head_dim=self.layers[index].head_dim,
                     format=kv_format,
-                    groups=own,
+                    groups=range(first, first + heads),
                 )
             )
 
@@ -202,6 +200,9 @@ class CacheSpec:
             if (exact := kv_format.exact) is not None:
                 kept = LayerGroup(window=exact.recent + 1, sink_pages=exact.sink_pages)
                 add(index, EXACT, kept, "exact")
+        for g, group in enumerate(groups):
+            members = tuple(i for i, one in enumerate(pages) if g in one.groups)
+            groups[g] = replace(group, members=members)
         return tuple(pages), tuple(groups)
 
     @property

@@ -10,8 +10,8 @@ and *keeps* the tokens with the best scores, as many as the *budget* says. The o
 dropped. A sequence that has dropped tokens is *shortened*; a *snapshot* is a shortened context that
 other requests may share.
 
-The engine imports what it needs besides from the submodules: `kept` (which tokens are kept),
-`compressor` (the compiled functions) and `compression.kept_layers`.
+The names below are the public ones. The parts that the engine and the evaluation call are in the
+submodules `compressor` (the compiled functions of a method) and `kept` (which tokens are kept).
 """
 
 from jaxkv.compress.adakv import AdaKV as AdaKV

@@ -1,7 +1,7 @@
 """How large an engine's cache is, the longest sequence that it takes, and what its formats save.
 
-A sliding group needs pages for windows and chunks alone: what lies behind a window goes back to the
-pool while its sequence runs. Not here: the values that may be asked for (`config`).
+A group with a window needs pages only for windows and chunks: pages before a window are freed while
+their sequence runs. `config` has the values that a user may ask for.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from jaxkv.model import DecodeModel
 def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
     """Sizes the cache: see `EngineConfig.pool_tokens`.
 
-    A sliding group has pages for twice what the windows and chunks of all sequences take: the rest
-    is for windows that later requests go on from.
+    A group with a window has pages for twice what the windows and chunks of all sequences take: the
+    other half keeps windows that later requests continue from.
 
     Raises:
       ValueError: the formats do not fit the model (`jaxkv.cache.choose_formats`), or the method
@@ -48,12 +48,12 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a cache's formats take, beside bfloat16 in pages of the same size.
+    """What a cache's formats take, compared with bfloat16 in pages of the same size.
 
     Attributes:
       formats: their names.
-      num_tokens: of the sequence that the bytes are measured on.
-      bytes_per_token: of its pages, parameters, tails and exact tokens included.
+      num_tokens: length of the sequence that the bytes are measured on.
+      bytes_per_token: bytes of its pages, with parameters, partly filled pages and exact tokens.
       bf16_bytes_per_token: the same in bfloat16.
       memory: bytes.
       tokens_that_fit, bf16_tokens_that_fit: of one sequence, in that memory.
@@ -69,7 +69,7 @@ class Footprint:
 
     @property
     def ratio(self) -> float:
-        """Bytes of a token, in parts of those in bfloat16."""
+        """Bytes per token, as a part of those in bfloat16."""
         return self.bytes_per_token / self.bf16_bytes_per_token
 
 

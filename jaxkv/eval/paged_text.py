@@ -121,13 +121,13 @@ class PagedText:
     def _step(self, tokens: Sequence[int]) -> jax.Array:
         n = len(tokens)
         self._tokens += tokens
-        length = jnp.array([len(self._tokens)], jnp.int32)
+        length = len(self._tokens)
         inputs = StepInputs(
             tokens=jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, self._chunk - n))),
-            seq_lens=length,
+            seq_lens=jnp.array([length], jnp.int32),
             query_starts=jnp.array([0, n], jnp.int32),
             page_tables=tuple(jnp.asarray(self.tables[:, None])),
-            kv_lens=length - jnp.asarray(self.dropped[:, None]),
+            kv_lens=jnp.asarray(length - self.dropped[:, None]),
         )
         functions = self._functions
         hidden, self.cache = functions.step(functions.model.params, self.cache, inputs)

@@ -26,7 +26,7 @@ from jaxkv.kv_format import (
     formats_by_layer,
     preferred_page_size,
 )
-from jaxkv.ledger.errors import LedgerError, as_ledger_error, check_least
+from jaxkv.ledger.errors import LedgerError, check_least
 from jaxkv.ledger.shapes import Heads, Latent, Model, Shared, Span, State
 from jaxkv.ledger.units import MOST_TOKENS
 
@@ -99,11 +99,11 @@ class CacheLedger:
           devices: number of devices of a tensor-parallel split.
 
         Raises:
-          LedgerError: a format, page size or split does not exist or does not fit the model.
+          LedgerError: a format, page size or split does not fit the model.
+          UsageError: there is no such format or layer, or codes do not fill bytes.
         """
-        with as_ledger_error():
-            formats = formats_by_layer(kv_format, [layer.slides for layer in model.layers])
-            size = preferred_page_size(kv_format) if page_size is None else page_size
+        formats = formats_by_layer(kv_format, [layer.slides for layer in model.layers])
+        size = preferred_page_size(kv_format) if page_size is None else page_size
         if size not in PAGE_SIZES:
             raise LedgerError(f"page size {size}: must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
         if not 1 <= devices <= 1 << 20:
@@ -252,16 +252,15 @@ class CacheLedger:
 
     def _page_bytes(self, mixer: Heads | Latent, kv_format: FormatSpec) -> int:
         P = self.page_size
-        with as_ledger_error():
-            if isinstance(mixer, Heads):
-                per_head = kv_format.k_page_bytes(P, mixer.key_dim)
-                per_head += kv_format.v_page_bytes(P, mixer.value_dim)
-                return mixer.kv_heads_of(self.devices) * per_head
-            if kv_format.kind in ("channel", "static"):
-                raise LedgerError(
-                    f"{kv_format.name}: needs K and V by head, but {self.model.name} keeps latents"
-                )
-            return kv_format.k_page_bytes(P, mixer.rank + mixer.rope_dim)
+        if isinstance(mixer, Heads):
+            per_head = kv_format.k_page_bytes(P, mixer.key_dim)
+            per_head += kv_format.v_page_bytes(P, mixer.value_dim)
+            return mixer.kv_heads_of(self.devices) * per_head
+        if kv_format.kind in ("channel", "static"):
+            raise LedgerError(
+                f"{kv_format.name}: needs K and V by head, but {self.model.name} keeps latents"
+            )
+        return kv_format.k_page_bytes(P, mixer.rank + mixer.rope_dim)
 
 
 def weight_bytes(model: Model, weights: str = "bf16", devices: int = 1) -> int:

@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxkv.errors import JaxkvError
 from jaxkv.kv_format import formats_by_layer
-from jaxkv.ledger.errors import LedgerError, as_ledger_error, check_least
+from jaxkv.ledger.errors import LedgerError, check_least
 from jaxkv.ledger.memory import CacheLedger, weight_bytes
 from jaxkv.ledger.quality import Quality, measured
 from jaxkv.ledger.shapes import Heads, Model
@@ -99,13 +100,13 @@ def make_plan(
       devices: number of devices of a tensor-parallel split.
 
     Raises:
-      LedgerError: a number is out of range, a format does not exist, or the model can have none of
-        the combinations. A format that the model cannot have becomes a note.
+      LedgerError: a number is out of range, or the model can have none of the combinations. A
+        format that the model cannot have becomes a note.
+      UsageError: a format or a layer does not exist.
     """
     check_least(1, context=context, batch=batch, devices=devices)
-    with as_ledger_error():
-        for choice in formats:
-            formats_by_layer(choice, [layer.slides for layer in model.layers])
+    for choice in formats:
+        formats_by_layer(choice, [layer.slides for layer in model.layers])
     options: list[Option] = []
     totals: list[int] = []
     notes: list[str] = []
@@ -114,7 +115,7 @@ def make_plan(
         for choice, page_size in itertools.product(formats, page_sizes):
             try:
                 ledger = CacheLedger.of(variant, choice, page_size=page_size, devices=devices)
-            except LedgerError as error:
+            except JaxkvError as error:
                 notes.append(str(error))
                 continue
             kv_bytes = batch * ledger.most_bytes(context) + ledger.constant_bytes

@@ -90,22 +90,6 @@ class Forgetful:
         return Served(0, 0, 0)
 
 
-class CountingIndex(PrefixIndex):
-    """A radix index that counts the pages that evictions free.
-
-    Attributes:
-      freed_pages: pages freed since it was last set to 0.
-    """
-
-    freed_pages = 0
-
-    def evict(self, group: int, num_pages: int) -> int:
-        """See PrefixIndex."""
-        freed = super().evict(group, num_pages)
-        self.freed_pages += freed
-        return freed
-
-
 class Radix:
     """The radix index, the page tables and the page pool of the engine.
 
@@ -123,14 +107,13 @@ class Radix:
             [pool], page_size, max_sequences=1, max_pages=pool.capacity, index=self.index
         )
         self._pool, self._page_size, self._exact = pool, page_size, exact
-        self._namespace = Namespace()
 
     def serve(self, prompt: bytes, answer: bytes) -> Served:
         """See PrefixCache."""
         self._clock += 1
         counters = self.index.counters
         freed_before = counters.freed_pages
-        tables, P, namespace = self._tables, self._page_size, self._namespace
+        tables, P, namespace = self._tables, self._page_size, Namespace()
         computed = (prompt + answer)[:-TOKEN]
         if -(-len(computed) // (P * TOKEN)) > self._pool.capacity:
             return Served(0, 0, self._pool.num_cached * P, refused=True)

@@ -6,8 +6,7 @@
 
 Every system runs each workload in turn, round after round, on the same weights in float32; the
 table shows medians in tokens a second. Peers are llama.cpp (`pip install llama-cpp-python`) and
-transformers with torch, where they can be imported. A table of published figures, where the
-project's shared data are at hand, is printed below for scale.
+transformers with torch, where they can be imported.
 """
 
 import json
@@ -30,7 +29,6 @@ from scripts.bench.peers import Jaxkv, System, installed_peers, write_float32_gg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "reference" / "SPEEDS.md"
 MIB = 1 << 20
 
 Medians = dict[str, dict[str, float]]  # tokens per second, by system and workload
@@ -180,7 +178,7 @@ def _warm_up(systems: list[System], workloads: list[Workload]) -> dict[str, int]
 
 
 def _table(medians: Medians, own_peak: dict[str, int]) -> str:
-    """The medians as Markdown, with each peer's ratio, and the published figures."""
+    """The medians as Markdown, with each peer's ratio."""
     names = list(medians[Jaxkv.name])
     lines = ["| tokens/s | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for system, row in medians.items():
@@ -189,7 +187,4 @@ def _table(medians: Medians, own_peak: dict[str, int]) -> str:
         ratios = (medians[Jaxkv.name][name] / medians[system][name] for name in names)
         lines.append(f"| jaxkv / {system} | " + " | ".join(f"{r:.2f}" for r in ratios) + " |")
     lines.append("| jaxkv peak RSS so far, MiB | " + " | ".join(map(str, own_peak.values())) + " |")
-    if PUBLISHED.exists():
-        rows = [line for line in PUBLISHED.read_text().splitlines() if line.startswith("|")]
-        lines += ["", "Published figures of another machine, for scale:", "", *rows]
     return "\n".join(lines)

@@ -13,7 +13,8 @@ insert, extend by its answer, and finish. Costs are CPU time of the thread, per 
   W2      2,000 questions about 50 documents of 8,000 tokens, of which half fit
   W2f     the same, and all documents fit
   W3      5,000 prompts that share nothing
-  W4      a trace of hashed blocks, as Mooncake published theirs (needs --trace)
+  W4      a trace of hashed blocks; --trace names another than the first 1,500 requests of
+          Mooncake's conversations, tests/data/conversation_trace.jsonl
   W5      one allocation that evicts, from a full pool of --leaves cached sequences
   W6      the tables of one decode step of 64 sequences
   step    all of such a step in the engine but the jitted call; wall time
@@ -39,6 +40,7 @@ from jaxkv.replay.workloads import LONGEST, VOCAB, Requests, random_tokens, stre
 
 OPS = ("prep", "match", "alloc", "insert", "extend", "finish")
 WORKLOADS = ("W1", "W1g", "W2", "W2f", "W3", "W4", "W5", "W6", "step", "growth")
+TRACE = Path(__file__).resolve().parents[2] / "tests" / "data" / "conversation_trace.jsonl"
 
 Result = dict[str, Any]
 
@@ -50,7 +52,7 @@ class HostBenchOptions:
     workload: str
     page: int
     leaves: int
-    trace: Path | None
+    trace: Path
     json: bool
 
 
@@ -61,22 +63,17 @@ def parse(argv: list[str]) -> HostBenchOptions:
     add("--workload", choices=(*WORKLOADS, "all"), default="all", help="default: %(default)s")
     add("--page", type=int, default=16, metavar="P", help="tokens a page (default: %(default)s)")
     add("--leaves", type=int, default=20_000, metavar="N", help="of W5 (default: %(default)s)")
-    add("--trace", type=Path, metavar="PATH", help="JSON lines, for W4")
+    add("--trace", type=Path, metavar="PATH", default=TRACE, help="JSON lines, for W4")
     add("--json", action="store_true", help="one JSON object a workload, a line each")
     options = parser.read(HostBenchOptions, argv)
     parser.require_at_least(options, page=1, leaves=1)
-    if options.workload == "W4" and options.trace is None:
-        parser.error("W4 needs --trace, a file of JSON lines with hash_ids")
     return options
 
 
 def main(argv: list[str]) -> int:
     """Runs workloads and prints what they cost."""
     options = parse(argv)
-    names = [options.workload]
-    if options.workload == "all":
-        names = [name for name in WORKLOADS if name != "W4" or options.trace is not None]
-    for name in names:
+    for name in WORKLOADS if options.workload == "all" else [options.workload]:
         result = {"system": "jaxkv", "page": options.page, "workload": name}
         result |= measure(name, options)
         print(json.dumps(result) if options.json else _lines(result), flush=True)

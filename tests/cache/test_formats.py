@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +79,7 @@ def test_static_formats_carry_the_id_and_the_scales_of_their_ranges(tmp_path):
     (kv_format, *_) = choose_formats("int8_static", LAYERS, loaded)
     assert kv_format.name == f"int8_static@{RANGES.id}"
     pages = kv_format.init_pages(2, 8, 2, 64, "head_major")
-    np.testing.assert_allclose(pages.scales, np.array([1, 2, 3, 4]) / 127, rtol=1e-6)
+    chex.assert_trees_all_close(pages.scales, np.array([1, 2, 3, 4]) / 127, rtol=1e-6)
     other = KVRanges(((1.0, 2.0, 3.0, 5.0), *RANGES.largest[1:]))
     assert names("int8_static", other) != names("int8_static", RANGES)
 
@@ -191,7 +192,12 @@ def test_a_name_that_does_not_identify_a_format_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         choose_formats(Int2(name), LAYERS)
     with pytest.raises(ValueError, match=message):
-        EngineConfig(kv_format=Int2(name)).check()
+        EngineConfig(kv_format=Int2(name))
+
+
+def test_a_class_is_no_format():
+    with pytest.raises(ValueError, match="must be an object, got the class Int2"):
+        EngineConfig(kv_format=Int2)
 
 
 # Bytes.
@@ -253,10 +259,12 @@ def test_odd_head_dims_take_whole_bytes_or_are_refused():
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 80, 9])
 def test_the_rotation_is_its_own_inverse_and_keeps_products(head_dim):
     H = hadamard(head_dim).astype(np.float64)
-    np.testing.assert_allclose(H @ H, np.eye(head_dim), atol=1e-6)
+    chex.assert_trees_all_close(H @ H, np.eye(head_dim), rtol=1e-7, atol=1e-6)
     x, y = np.random.default_rng(0).standard_normal((2, 5, head_dim)).astype(np.float32)
     turned = [np.asarray(rotate(jnp.asarray(z))) for z in (x, y)]
-    np.testing.assert_allclose((turned[0] * turned[1]).sum(-1), (x * y).sum(-1), atol=1e-4)
+    chex.assert_trees_all_close(
+        (turned[0] * turned[1]).sum(-1), (x * y).sum(-1), rtol=1e-7, atol=1e-4
+    )
 
 
 # Pages of one format in a cache of another.
@@ -300,4 +308,4 @@ def test_exported_pages_come_back_with_their_parameters(name):
         back = import_pages(init_cache(spec), group, ids, export_pages(cache, group, ids))
         for index in spec.groups[group].members:
             for field, array in cache.layers[index].paged.items():
-                np.testing.assert_array_equal(back.layers[index].paged[field][:2], array[:2])
+                chex.assert_trees_all_equal(back.layers[index].paged[field][:2], array[:2])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,7 @@ from jaxkv.cache import (
     move_tokens,
     write,
 )
-from tests.kernels.layouts import by_tokens
+from jaxkv.testing.layouts import by_tokens
 
 P = 8
 WINDOWS = (None, 12, None)
@@ -84,7 +85,7 @@ def test_what_is_written_is_what_is_gathered(layer, layout, name):
         assert got[part].shape == (1, 5 * P, K[layer], D)
         assert got[part].dtype == dtype
         want = np.array(jnp.asarray([stored[p][part] for p in range(start)], dtype))
-        np.testing.assert_array_equal(np.array(got[part][0, :start]), want)
+        chex.assert_trees_all_equal(np.array(got[part][0, :start]), want)
         assert not np.array(got[part][0, start:]).any()  # pages start as zeros
     untouched = [np.array(p.kv) for i, p in enumerate(cache.layers) if i != layer]
     assert not any(array.any() for array in untouched)
@@ -98,8 +99,8 @@ def test_rows_of_a_table_are_gathered_independently(layout):
     kv = by_tokens(arrays(cache)[0], layout)
     for b, row in enumerate(table):
         want = np.concatenate([kv[page] for page in row])  # [M * P, 2K, D]
-        np.testing.assert_array_equal(both[0][b], want[:, 0::2])
-        np.testing.assert_array_equal(both[1][b], want[:, 1::2])
+        chex.assert_trees_all_equal(both[0][b], want[:, 0::2])
+        chex.assert_trees_all_equal(both[1][b], want[:, 1::2])
 
 
 @every_layout
@@ -121,7 +122,7 @@ def test_moved_tokens_are_read_where_they_went_and_all_others_where_they_were(na
         for head in range(K[0]):
             inside = target[head] < 9 * P  # what is outside the pool writes nothing
             want[target[head][inside] - P, head] = old[source[head][inside] - P, head]
-        np.testing.assert_array_equal(new, want)
+        chex.assert_trees_all_equal(new, want)
 
 
 @every_layout
@@ -137,9 +138,9 @@ def test_copying_pages_changes_the_targets_in_the_layers_of_the_group_and_nothin
         want = old.copy()
         if i in layers:
             want[[2, 3, 5]] = old[[1, 2, 4]]
-        np.testing.assert_array_equal(new, want)
+        chex.assert_trees_all_equal(new, want)
     for now, then in zip(arrays(cache), before, strict=True):
-        np.testing.assert_array_equal(now, then)  # the argument is a value
+        chex.assert_trees_all_equal(now, then)  # the argument is a value
 
 
 @every_layout
@@ -152,7 +153,7 @@ def test_exported_pages_arrive_in_another_cache_at_other_ids(group, layers, layo
     for i, want in enumerate(before):
         if i in layers:
             want[[7, 1]] = old[i][[2, 5]]
-        np.testing.assert_array_equal(after[i], want)
+        chex.assert_trees_all_equal(after[i], want)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +232,8 @@ def test_a_donated_cache_is_changed_in_place(operation, layout):
 
 
 def test_jit_sees_a_cache_of_the_same_spec_as_the_same_type():
-    traces = []
-    step = jax.jit(lambda cache: traces.append(cache) or cache)
+    step = jax.jit(chex.assert_max_traces(lambda cache: cache, n=1))
     step(filled(SPEC))
     step(init_cache(SPEC))
-    assert len(traces) == 1
-    step(init_cache(replace(SPEC, layout="paired")))
-    assert len(traces) == 2
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        step(init_cache(replace(SPEC, layout="paired")))

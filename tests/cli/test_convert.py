@@ -1,6 +1,6 @@
 """`python scripts convert` writes what `--model` takes."""
 
-import numpy as np
+import chex
 import pytest
 
 from jaxkv.cli import console, convert
@@ -17,7 +17,7 @@ def test_what_it_writes_loads_as_the_model(tmp_path, capsys, option, dtype):
     assert capsys.readouterr().out.startswith(f"{out}: {path} in {option}, ")
     found, expected = load_model(str(out), dtype), load_model(str(path), dtype)
     for value, wanted in zip(found.model.params, expected.model.params, strict=True):
-        np.testing.assert_array_equal(value, wanted)
+        chex.assert_trees_all_equal(value, wanted)
     assert found.require_tokenizer().encode("the") == expected.require_tokenizer().encode("the")
 
 

@@ -100,7 +100,9 @@ def test_csv_has_the_same_rows_and_a_table_the_unit_in_its_head(run):
 def test_memory_and_bandwidth_add_what_fits_and_how_fast(run):
     arguments = ["--context", "4k", "--memory", "80GB", "--bandwidth", "3.35TB"]
     _, out, _ = run(ledger, *arguments, "--flops", "400T")
-    assert "| longest context | largest batch | ms a step | flops a byte | prefill, Tflop |" in out
+    assert (
+        "| longest context | largest batch | ms per step | flops per byte | prefill, Tflop |" in out
+    )
     arguments += ["--flops", "400T", "--json"]
     _, out, _ = run(ledger, *arguments)
     (row,) = rows_of(out)
@@ -340,7 +342,7 @@ def test_the_report_is_one_page_with_tables_and_figures_and_needs_nothing_else(
     assert text.count("<svg") == 4
     assert not re.search(r"(src|href)=\"(?!#)", text.replace('xlink:href="#', ""))
     assert "<script" not in text
-    assert "Under pressure it may find less" in text
+    assert "When memory is short it may find less" in text
 
 
 def test_the_report_of_a_model_with_constant_states_says_why_it_has_no_table_of_reuse():
@@ -382,7 +384,7 @@ MISTAKES = [
     (ledger, ["--plot", "a.pdf"], "must end with .png or .svg"),
     (ledger, ["--plot", "no/such/a.svg"], "no such folder"),
     (ledger, ["--csv", "--json"], "not allowed with"),
-    (ledger, ["--models", "--plot", "x.svg"], "--plot is of what is counted, not of the list"),
+    (ledger, ["--models", "--plot", "x.svg"], "--plot draws what is counted, not the list"),
     (plan, [], "required: --memory"),
     (plan, ["--memory", "1GB", "--reserve", "2GB"], "--reserve leaves nothing of --memory"),
     (plan, ["--memory", "1GB", "--page-sizes", "2000"], "--page-sizes 2000: must be 8 to 256"),
@@ -402,10 +404,10 @@ MISTAKES = [
     (simulate_fragmentation, ["--capacity", "16", "--requests", "9"], ", of 16 slots"),
     (simulate_fragmentation, ["--trace", "no/such.jsonl"], "no/such.jsonl: No such file"),
     (simulate_reuse, ["--workload", "W4"], "--workload W4 needs --trace"),
-    (simulate_reuse, ["--workload", "W1", "--trace", "x"], "has no use for --trace"),
+    (simulate_reuse, ["--workload", "W1", "--trace", "x"], "does not use --trace"),
     (simulate_reuse, ["--caches", "odd"], "--caches odd: there are none, request"),
     (simulate_reuse, ["--evictions", "odd"], "--evictions odd: there are lru"),
-    (simulate_reuse, ["--workload", "talk", "--caches", "hash,page"], "a table of turns is of one"),
+    (simulate_reuse, ["--workload", "talk", "--caches", "hash,page"], "a table of turns needs one"),
     (simulate_reuse, ["--requests", "9", "--capacity", "1024m", "--page-size", "1"], "67108864"),
     (simulate_reuse, ["--flops", "0"], "'0' is not a rate"),
     (simulate_reuse, ["--model", "minimax-text-01"], "70 of 80 layers have a constant state"),

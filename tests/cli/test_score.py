@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key].dtype == value.dtype
-        np.testing.assert_allclose(found[key], value, atol=1e-4, err_msg=key)
+        chex.assert_trees_all_close(found[key], value, rtol=1e-7, atol=1e-4, custom_message=key)
 
 
 def test_every_array_is_that_of_a_decoder_without_cache(plain, loaded):
@@ -102,16 +103,20 @@ def test_every_array_is_that_of_a_decoder_without_cache(plain, loaded):
         tokens = [*ids, *found["cont_ids"].tolist()]
         logits = decode_naively(decoder, tokens)
         logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-        chosen = [logprobs[i, token] for i, token in enumerate(tokens[1:])]
+        chosen = logprobs[np.arange(len(tokens) - 1), tokens[1:]]
         n = len(ids)
         assert found["ids"].tolist() == ids
         assert np.isnan(found["prompt_logprobs"][0])
-        np.testing.assert_allclose(found["prompt_logprobs"][1:], chosen[: n - 1], atol=1e-4)
-        np.testing.assert_allclose(found["logits_last"], logits[n - 1], atol=1e-4)
+        chex.assert_trees_all_close(
+            found["prompt_logprobs"][1:], chosen[: n - 1], rtol=1e-7, atol=1e-4
+        )
+        chex.assert_trees_all_close(found["logits_last"], logits[n - 1], rtol=1e-7, atol=1e-4)
         assert found["cont_ids"].tolist() == logits[n - 1 : -1].argmax(axis=-1).tolist()
-        np.testing.assert_allclose(found["cont_logprobs"], chosen[n - 1 :], atol=1e-4)
+        chex.assert_trees_all_close(found["cont_logprobs"], chosen[n - 1 :], rtol=1e-7, atol=1e-4)
         best = np.sort(logits[n - 1 : -1], axis=-1)
-        np.testing.assert_allclose(found["cont_margin"], best[:, -1] - best[:, -2], atol=1e-4)
+        chex.assert_trees_all_close(
+            found["cont_margin"], best[:, -1] - best[:, -2], rtol=1e-7, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_deterministic_logits_have_the_same_bits_whatever_the_sizes(run, plain):
     )
     assert_close(first, plain)
     for key, value in first.items():
-        np.testing.assert_array_equal(value, second[key], err_msg=key)
+        chex.assert_trees_all_equal(value, second[key], custom_message=key)
 
 
 def test_a_text_is_scored_as_its_ids_and_no_stop_token_ends_a_continuation(run, loaded):
@@ -148,7 +153,7 @@ def test_a_text_is_scored_as_its_ids_and_no_stop_token_ends_a_continuation(run, 
     arrays = run([{"name": "text", "text": text}, {"name": "ids", "ids": ids}])
     assert arrays["text/ids"].tolist() == ids and len(arrays["text/cont_ids"]) == NEW_TOKENS
     for key in KEYS:
-        np.testing.assert_array_equal(arrays[f"text/{key}"], arrays[f"ids/{key}"])
+        chex.assert_trees_all_equal(arrays[f"text/{key}"], arrays[f"ids/{key}"])
 
 
 def test_weights_may_be_bfloat16(run, plain):

@@ -1,8 +1,7 @@
-"""A decoder that drops tokens, in plain numpy and float64: what engines are held against.
+"""A reference decoder that drops tokens, in plain NumPy and float64; engines are compared with it.
 
-All keys of a sequence are there, and what is dropped is not looked at: a method's scores are
-computed a token at a time (`naive_scores`), and each later query sees what was chosen last, and the
-tokens since.
+It keeps all keys of a sequence and masks the dropped ones. Scores are computed one token at a time
+(`naive_scores`); each later query sees the tokens that were kept last, and those that followed.
 """
 
 from collections.abc import Callable
@@ -36,8 +35,7 @@ def decode_dropping(
     """Runs a sequence whose layers without a window drop tokens at some lengths.
 
     Returns:
-      Logits `[S, V]` after each token, and for each such layer and length and head the tokens that
-      stayed.
+      Logits `[S, V]` after each token, and the kept tokens by layer, length and head.
     """
     config = decoder.config
     x = config.embedding_scale * array(decoder.embedding)[tokens]
@@ -58,7 +56,7 @@ def decode_dropping(
 
 
 def _drop(visible, q, k, v, boundaries, choose, number, rope) -> list[list[list[int]]]:
-    """Takes from `visible [K, S, S]` what is dropped; returns what stays at each boundary."""
+    """Masks dropped tokens in `visible [K, S, S]`; returns the tokens kept at each boundary."""
     K = len(k)
     there = [list(range(boundaries[0])) for _ in range(K)]
     before, found = boundaries[0], []

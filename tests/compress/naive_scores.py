@@ -1,6 +1,6 @@
-"""Scores of every method, a token and head at a time in plain numpy and float64, on dense tensors.
+"""Reference scores of every method: plain NumPy in float64, one token and head at a time.
 
-What the vectorised scores are held against: no code is shared. `q` is `[n, H, D]` with the
+The vectorised scores are compared with these; no code is shared. `q` is `[n, H, D]` with the
 softmax's scale applied, `k` and `v` are `[K, S, D]`; query t is token t of the sequence.
 """
 
@@ -92,7 +92,7 @@ SCORES = {f.__name__: f for f in (knorm, keydiff, tova, snapkv, h2o, expected_at
 
 
 def best(scores: np.ndarray, keep: int) -> list[list[int]]:
-    """Of each head the tokens that stay, ascending: the highest, of equals the last."""
+    """For each head the tokens with the highest scores, ascending; of equal scores the last."""
     chosen = []
     for row in scores:
         order = sorted(range(len(row)), key=lambda j: (row[j], j))
@@ -101,7 +101,7 @@ def best(scores: np.ndarray, keep: int) -> list[list[int]]:
 
 
 def best_of_layer(scores: np.ndarray, keep: int, safeguard: float = 0.2) -> list[list[int]]:
-    """AdaKV: the highest of all heads together, some of each head first."""
+    """AdaKV: the highest scores of all heads together, after the safeguard of each head."""
     K, S = scores.shape
     chosen = {(head, j) for head, js in enumerate(best(scores, int(keep * safeguard))) for j in js}
     order = sorted(np.ndindex(K, S), key=lambda at: (scores[at], at), reverse=True)

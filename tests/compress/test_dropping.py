@@ -1,8 +1,9 @@
-"""Engines that drop tokens: against a decoder that masks them in float64, and against themselves
+"""Engines that drop tokens, compared with a float64 decoder that masks them, and with themselves
 under chunks, batches, preemption and cached prefixes."""
 
 from itertools import count
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
 CONTEXT, NEW, P = 90, 6, 8
 FAST = ("adakv_snapkv",)
 METHODS = ("knorm", "keydiff", "tova", "snapkv", "pyramidkv", "adakv_keydiff", "adakv_snapkv")
-LOOK_AT_ALL = ("h2o", "expected_attention", "adakv_h2o")
+OBSERVE_ALL = ("h2o", "expected_attention", "adakv_h2o")
 
 
 def slow_but(fast: tuple[str, ...], names: tuple[str, ...]) -> list:
@@ -78,7 +79,7 @@ def check_against_naive(tiny: Tiny, method: str) -> None:
     assert int(kept.counts.sum()) == kept.counts.size * keep
     assert completion.dropped_tokens == CONTEXT - keep
     got, want = np.stack(completion.logits), logits[len(PROMPT) - 1 : -1]
-    np.testing.assert_allclose(got, want, atol=2e-5)
+    chex.assert_trees_all_close(got, want, rtol=1e-7, atol=2e-5)
     whole = tiny.logits(tokens)[len(PROMPT) - 1 : -1]
     assert np.abs(got - whole).max() > 1e-3  # something was lost
 
@@ -89,8 +90,8 @@ def test_an_engine_keeps_what_a_naive_decoder_keeps_and_gives_its_logits(mixed: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", LOOK_AT_ALL)
-def test_so_do_methods_that_look_at_all_queries(full: Tiny, method):
+@pytest.mark.parametrize("method", OBSERVE_ALL)
+def test_so_do_methods_that_observe_all_queries(full: Tiny, method):
     check_against_naive(full, method)
 
 
@@ -114,7 +115,7 @@ def test_tokens_are_dropped_again_after_every_so_many(mixed: Tiny, method, budge
     logits, stayed = decode_dropping(mixed.decoder, tokens, boundaries, chooser(method, keep))
     assert [positions(one) for one in kept] == [list(step) for step in zip(*stayed, strict=True)]
     got, want = np.stack(completion.logits), logits[len(PROMPT) - 1 : -1]
-    np.testing.assert_allclose(got, want, atol=2e-5)
+    chex.assert_trees_all_close(got, want, rtol=1e-7, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -157,16 +158,16 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_chunks_batches_preemption_and_hits_change_no_bit(mixed: Tiny, full: Tiny, choice):
-    tiny = full if choice[0] in LOOK_AT_ALL else mixed
+    tiny = full if choice[0] in OBSERVE_ALL else mixed
     others = [Request(prompt=p, max_new_tokens=9, keep_logits=True) for p in random_prompts(70, 33)]
     want = bits_of(engine_of(tiny, *choice, deterministic=True), [asked()])
     (again,) = bits_of(
         engine_of(tiny, *choice, deterministic=True, token_budget=17), [asked(), *others]
     )[:1]
-    np.testing.assert_array_equal(again, want[0])
+    chex.assert_trees_all_equal(again, want[0])
     engine = engine_of(tiny, *choice, deterministic=True)
     for disturb in (preempt_at(2), preempt_at(4), None):
-        np.testing.assert_array_equal(bits_of(engine, [asked()], disturb)[0], want[0])
+        chex.assert_trees_all_equal(bits_of(engine, [asked()], disturb)[0], want[0])
     assert engine.metrics.num_preemptions == 2 and engine.metrics.cached_tokens > 80
 
 
@@ -177,8 +178,8 @@ def test_a_budget_of_all_is_bit_for_bit_no_method(mixed: Tiny, method):
         [asked(prompt_logprobs=True, context=None)]
     )
     all_kept = engine_of(mixed, method, "1.0", 3, deterministic=True).generate([request])
-    np.testing.assert_array_equal(logit_bits(plain)[0], logit_bits(all_kept)[0])
-    np.testing.assert_array_equal(plain[0].prompt_logprobs, all_kept[0].prompt_logprobs)
+    chex.assert_trees_all_equal(logit_bits(plain)[0], logit_bits(all_kept)[0])
+    chex.assert_trees_all_equal(plain[0].prompt_logprobs, all_kept[0].prompt_logprobs)
     assert all_kept[0].dropped_tokens == 0
 
 
@@ -226,7 +227,7 @@ def test_shared_pages_stay_as_they_are_and_a_second_request_hits_them(mixed: Tin
         asked(prompt=(*PROMPT[:CONTEXT], *longer)),
     )
     for one, other in ((second, cold), (again, first)):
-        np.testing.assert_array_equal(*logit_bits([one, other]))
+        chex.assert_trees_all_equal(*logit_bits([one, other]))
     jax.tree.map(np.testing.assert_array_equal, before, pages())
 
 
@@ -263,7 +264,7 @@ def test_prompts_that_nearly_fill_the_pool_lose_tokens_within_it(full: Tiny, met
     for room in (112, 208, 232):
         engine = engine_of(full, method, deterministic=True).squeeze(room)
         for got, bits in zip(logit_bits(engine.generate(requests)), want, strict=True):
-            np.testing.assert_array_equal(got, bits)
+            chex.assert_trees_all_equal(got, bits)
         assert engine.metrics.evicted_pages > 10
 
 
@@ -320,6 +321,6 @@ def test_pairs_that_do_not_go_together_are_named(mixed: Tiny, method, budget, kv
 
 
 @pytest.mark.parametrize("method", ["streaming_llm", "knorm", "pyramidkv", "adakv_knorm"])
-def test_layers_that_have_a_window_take_any_format_beside_a_method(mixed: Tiny, method):
+def test_layers_that_have_a_window_take_any_format_with_any_method(mixed: Tiny, method):
     spec = engine_of(mixed, method, "20", kv_format="int8,window=kivi4").spec
     assert [one.name for one in spec.formats] == ["int8", "kivi4", "int8"]

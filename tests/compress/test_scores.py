@@ -1,14 +1,14 @@
-"""Scores and choices of every method, against a token at a time in float64."""
+"""Scores and choices of every method, compared with float64 references, one token at a time."""
 
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv.compress import (
-    FORCED,
     H2O,
     METHODS,
     AdaKV,
@@ -16,9 +16,7 @@ from jaxkv.compress import (
     Compression,
     ExpectedAttention,
     Knorm,
-    LayerTokens,
     PyramidKV,
-    Queries,
     Random,
     ScoreMethod,
     SnapKV,
@@ -27,14 +25,9 @@ from jaxkv.compress import (
 from jaxkv.compress.device import choose_in_layer
 from jaxkv.compress.kept import num_protected
 from jaxkv.compress.method import ranks
-from jaxkv.models import rope
-from jaxkv.models.config import RopeConfig
+from jaxkv.testing import check_score_method
+from jaxkv.testing.score_methods import K, layer_of, scores_of, tensors, turned
 from tests.compress import naive_scores
-
-H, K, D = 4, 2, 8
-ROPE = RopeConfig(theta=100.0)
-PADDED = 40  # slots behind the tokens
-
 
 SCORES = [name for name, method in METHODS.items() if isinstance(method, ScoreMethod)]
 
@@ -43,65 +36,10 @@ def method_of(name: str) -> ScoreMethod:
     return Compression(method=name, budget=0.5).score_method()
 
 
-def turned(x: np.ndarray, by: int) -> np.ndarray:
-    """A vector rotated on by some positions, pairs as complex numbers."""
-    half = len(x) // 2
-    z = (x[:half] + 1j * x[half:]) * np.exp(1j * by * 100.0 ** (-np.arange(half) / half))
-    return np.concatenate([z.real, z.imag])
-
-
-@cache
-def tensors(n: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(n)
-    q = 0.5 * rng.standard_normal((n, H, D))
-    k, v = rng.standard_normal((2, K, n, D))
-    k[:, : n // 3] *= 1.7  # so that norms and weights differ
-    return dict(q=q, k=k, v=v)
-
-
-def layer_of(n: int, num_slots: int | None = None) -> LayerTokens:
-    parts = tensors(n)
-    S = num_slots or n + PADDED
-    k, v = (np.zeros((K, S, D), np.float32) for _ in "kv")
-    k[:, :n], v[:, :n] = parts["k"], parts["v"]
-    return LayerTokens(
-        k=jnp.asarray(k),
-        v=jnp.asarray(v),
-        lens=jnp.full(K, n, jnp.int32),
-        num_tokens=jnp.int32(n),
-        layer=jnp.int32(0),
-        turn=partial(rope.turn, ROPE),
-    )
-
-
-def scores_of(
-    name: str | ScoreMethod, n: int, keep: int, cap: float | None = None, chunk: int = 64
-):
-    """A method's scores `[K, S]` of n tokens, with the queries observed chunk by chunk."""
-    method, layer = method_of(name) if isinstance(name, str) else name, layer_of(n)
-    first = 0 if method.num_queries is None else max(0, n - method.num_queries)
-    statistics = None
-    for start in range(first, n, chunk):
-        end = min(n, start + chunk)
-        positions = np.full(chunk, -(2**30), np.int32)
-        positions[: end - start] = range(start, end)
-        q = np.full((chunk, H, D), 3.0, np.float32)  # rows that are none
-        q[: end - start] = tensors(n)["q"][start:end]
-        rows = jnp.asarray(positions)
-        queries = Queries(jnp.asarray(q), rows, jnp.broadcast_to(rows, (K, chunk)), cap)
-        new = method.observe(queries, layer)
-        statistics = new if statistics is None else method.accumulate(statistics, new)
-    return method, layer, statistics, method.score(layer, statistics, jnp.int32(keep))
-
-
 @pytest.mark.parametrize("n", [5, 70, pytest.param(129, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(naive_scores.SCORES))
 def test_each_score_is_that_of_a_token_at_a_time_in_float64(name, n):
-    keep = n // 2
-    _, _, _, scores = scores_of(name, n, keep)
-    want = naive_scores.SCORES[name](**tensors(n), cap=None, keep=keep, turned=turned)
-    got = np.where(scores[:, :n] == np.float32(FORCED), np.inf, scores[:, :n])
-    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+    check_score_method(method_of(name), naive_scores.SCORES[name], lengths=[n], soft_caps=[None])
 
 
 @pytest.mark.parametrize(
@@ -116,10 +54,8 @@ def test_each_score_is_that_of_a_token_at_a_time_in_float64(name, n):
 )
 def test_parameters_are_those_of_the_papers(name, method):
     fields = {field: value for field, value in vars(method).items() if field != "beta"}
-    _, _, _, scores = scores_of(method, 70, 31)
-    want = naive_scores.SCORES[name](**tensors(70), cap=None, keep=31, turned=turned, **fields)
-    got = np.where(scores[:, :70] == np.float32(FORCED), np.inf, scores[:, :70])
-    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
+    naive = partial(naive_scores.SCORES[name], **fields)
+    check_score_method(method, naive, lengths=[70], soft_caps=[None])
 
 
 @pytest.mark.parametrize("safeguard", [0.0, 0.3, 1.0])
@@ -154,43 +90,43 @@ def test_a_parameter_that_cannot_be_is_named(make, message):
 
 @pytest.mark.parametrize("name", ["tova", "snapkv", "h2o"])
 def test_weights_follow_a_soft_cap(name):
-    _, _, _, scores = scores_of(name, 70, 30, cap=1.5)
-    want = naive_scores.SCORES[name](**tensors(70), cap=1.5, keep=30)
-    got = np.where(scores[:, :70] == np.float32(FORCED), np.inf, scores[:, :70])
-    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-6)
-    assert not np.allclose(got, scores_of(name, 70, 30)[3][:, :70])
+    method = method_of(name)
+    check_score_method(method, naive_scores.SCORES[name], lengths=[70], soft_caps=[1.5])
+    capped, plain = (scores_of(method, 70, 30, cap)[1][:, :70] for cap in (1.5, None))
+    assert not np.allclose(capped, plain)
 
 
 def test_random_scores_depend_on_seed_length_layer_head_and_slot_alone():
-    scores = scores_of("random", 70, 30)[3]
+    scores = scores_of(Random(), 70, 30)[1]
     wider = Random().score(layer_of(70, 300), None, jnp.int32(30))
-    np.testing.assert_array_equal(scores, wider[:, : scores.shape[1]])
+    chex.assert_trees_all_equal(scores, wider[:, : scores.shape[1]])
     assert len(np.unique(scores)) == scores.size
-    assert not np.array_equal(scores[:, :70], scores_of("random", 71, 30)[3][:, :70])
+    assert not np.array_equal(scores[:, :70], scores_of(Random(), 71, 30)[1][:, :70])
 
 
 def chosen(name: str | ScoreMethod, n: int, keep: int, spans=((0, 0),)) -> list[list[int]]:
-    method, layer, statistics, _ = scores_of(name, n, keep)
+    method, layer = method_of(name) if isinstance(name, str) else name, layer_of(n)
+    statistics, _ = scores_of(method, n, keep)
     positions = jnp.broadcast_to(layer.slots, layer.k.shape[:2])
     bounds = jnp.asarray(spans, jnp.int32)
     choice = choose_in_layer(method, layer, statistics, positions, bounds, jnp.int32(keep))
     slots, at, counts, _ = choice
     for row, where, count in zip(slots, at, counts, strict=True):
         assert (row[count:] == layer.k.shape[1]).all()
-        np.testing.assert_array_equal(row[:count], where[:count])
+        chex.assert_trees_all_equal(row[:count], where[:count])
     return [row[:count].tolist() for row, count in zip(slots, counts, strict=True)]
 
 
 @pytest.mark.parametrize("keep", [1, 30, 69, 70])
 @pytest.mark.parametrize("name", sorted(naive_scores.SCORES))
-def test_the_best_stay_and_of_equals_the_last(name, keep):
+def test_the_best_are_kept_and_of_equal_ones_the_last(name, keep):
     scores = naive_scores.SCORES[name](**tensors(70), cap=None, keep=keep, turned=turned)
     assert chosen(name, 70, keep) == naive_scores.best(scores, keep)
 
 
 @pytest.mark.parametrize("keep", [1, 8, 30, 69])
 @pytest.mark.parametrize("name", ["knorm", "keydiff", "h2o"])
-def test_heads_that_share_a_budget_keep_the_best_of_all(name, keep):
+def test_heads_that_share_a_budget_keep_the_best_of_all_heads(name, keep):
     scores = naive_scores.SCORES[name](**tensors(70), cap=None, keep=keep, turned=turned)
     stay = chosen(f"adakv_{name}", 70, keep)
     assert stay == naive_scores.best_of_layer(scores, keep)
@@ -199,13 +135,13 @@ def test_heads_that_share_a_budget_keep_the_best_of_all(name, keep):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_protected_tokens_stay_before_all_others(name):
+def test_protected_tokens_are_kept_before_all_others(name):
     for stay in chosen(name, 70, 9, spans=((11, 14), (40, 45), (0, 0))):
         assert {11, 12, 13, 40, 41, 42, 43, 44} <= set(stay)
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_they_stay_in_the_layer_with_the_smallest_budget(name):
+def test_protected_tokens_are_kept_in_the_layer_with_the_smallest_budget(name):
     n, keep, spans = 70, 68, ((3, 20), (40, 70), (10, 40), (30, 30))
     protected = {token for start, end in spans for token in range(start, end)}
     assert num_protected(spans) == len(protected) == 67
@@ -228,7 +164,12 @@ def test_a_pyramid_of_budgets_keeps_the_average_exactly(num_layers, n, keep, par
     assert sum(budgets) == num_layers * keep
     assert budgets == sorted(budgets, reverse=True)
     assert min(budgets) >= min(64 + protected, keep) and max(budgets) <= n
-    if (num_layers, n, keep, part) == (30, 1000, 500, 0):  # 436 beside the window, the last a 20th
+    if (num_layers, n, keep, part) == (
+        30,
+        1000,
+        500,
+        0,
+    ):  # 436 besides the window, the last layer a 20th
         assert abs(budgets[0] - (64 + 1.95 * 436)) < 1 and abs(budgets[-1] - (64 + 436 / 20)) < 1
 
 

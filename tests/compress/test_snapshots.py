@@ -1,8 +1,9 @@
-"""What is left of a context is shared: a second request goes on from it, to the bits of a cold run,
-whatever is evicted, preempted or aborted meanwhile, and the first one's pages stay as they are."""
+"""Shortened contexts are shared: a second request starts from one and has the bits of a cold run,
+whatever is evicted, preempted or aborted meanwhile. The pages of the first one do not change."""
 
 from itertools import count
 
+import chex
 import numpy as np
 import pytest
 
@@ -35,7 +36,7 @@ def snapshots(engine: CheckedEngine) -> list[Snapshot]:
 
 
 def contents(engine: CheckedEngine, snapshot: Snapshot) -> list[np.ndarray]:
-    """What a snapshot's slots hold in every layer, those behind its tokens left out."""
+    """What a snapshot's slots hold in every layer, without the slots after its tokens."""
     found = []
     cache = engine.cache
     for layer, pages in enumerate(cache.layers):
@@ -97,24 +98,24 @@ def test_a_second_request_starts_from_what_is_left_and_equals_a_cold_run(
     third = run(engine, asked(QUESTIONS[2]))
     assert third.cached_tokens == len(CONTEXT)
     for x, y in zip(before, contents(engine, snapshot), strict=True):
-        np.testing.assert_array_equal(x, y)
+        chex.assert_trees_all_equal(x, y)
     for completion, question in zip((first, second, third), QUESTIONS, strict=False):
         want = run(cold, asked(question))
-        np.testing.assert_array_equal(logit_bits([completion])[0], logit_bits([want])[0])
+        chex.assert_trees_all_equal(logit_bits([completion])[0], logit_bits([want])[0])
         assert completion.dropped_tokens == want.dropped_tokens
 
 
 @pytest.mark.parametrize("method", ["tova", pytest.param("snapkv", marks=pytest.mark.slow)])
-def test_a_method_that_asks_queries_shares_with_the_same_whole_prompt_alone(mixed: Tiny, method):
+def test_a_query_aware_method_shares_only_with_the_same_whole_prompt(mixed: Tiny, method):
     engine = engine_of(mixed, method)
     first, other, again = (run(engine, asked(QUESTIONS[i])) for i in (0, 1, 0))
     assert [one.cached_tokens for one in (first, other, again)] == [0, 89, 90]
-    np.testing.assert_array_equal(*logit_bits([first, again]))
+    chex.assert_trees_all_equal(*logit_bits([first, again]))
     assert len(snapshots(engine)) == 2
 
 
 def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed: Tiny):
-    """Its last token is computed again, for what comes behind; the pages are the first one's."""
+    """Its last token is computed again for the next token; the pages are those of the first."""
     engine = engine_of(mixed, "tova")
     request = asked((), max_new_tokens=8)
     first = run(engine, request)
@@ -133,7 +134,7 @@ def test_a_context_that_is_the_whole_prompt_is_chosen_once_and_stored_once(mixed
         engine.step()
     engine._dropping._compressor.choose = choose
     assert not calls and len(snapshots(engine)) == 1
-    np.testing.assert_array_equal(*logit_bits([first, second]))
+    chex.assert_trees_all_equal(*logit_bits([first, second]))
 
 
 def test_what_was_asked_for_differently_is_not_shared(mixed: Tiny):
@@ -223,7 +224,7 @@ def test_nothing_that_is_shared_lost_or_taken_away_changes_a_bit(
             engine.step()
         for completion, bits in zip(completions, want, strict=True):
             if completion.finish_reason != "abort":
-                np.testing.assert_array_equal(logit_bits([completion])[0], bits)
+                chex.assert_trees_all_equal(logit_bits([completion])[0], bits)
     if disturbance == "evicted and preempted":
         assert engine.metrics.num_preemptions > 2 and engine.metrics.evicted_pages > 10
 

@@ -1,8 +1,9 @@
-"""Windows and first tokens: against a decoder that masks and turns in float64, and against
+"""Windows with first tokens, compared with a float64 decoder that masks and rotates, and with
 themselves under chunks, pages, preemption and cached prefixes."""
 
 from dataclasses import replace
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,13 +64,13 @@ def decode_windowed(decoder: Decoder, tokens: list[int], window: int, sinks: int
 @pytest.mark.parametrize(
     "method", ["streaming_llm", pytest.param("sliding_window", marks=pytest.mark.slow)]
 )
-def test_an_engine_sees_the_window_and_the_first_tokens_alone(mixed: Tiny, method):
+def test_an_engine_sees_only_the_window_and_the_first_tokens(mixed: Tiny, method):
     request = Request(prompt=PROMPT, max_new_tokens=5, keep_logits=True)
     completion = run(engine_of(mixed, method, token_budget=37), request)
     sinks = SINKS[method]
     tokens = [*PROMPT, *completion.tokens]
     want = decode_windowed(mixed.decoder, tokens, 24 - sinks, sinks)[99:-1]
-    np.testing.assert_allclose(np.stack(completion.logits), want, atol=2e-5)
+    chex.assert_trees_all_close(np.stack(completion.logits), want, rtol=1e-7, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_chunks_pages_preemption_and_hits_change_no_bit(mixed: Tiny, kv_format):
     larger = engine_of(mixed, "streaming_llm", page_size=32, **fixed)
     for engine in (others, larger):
         for disturb in (None, preempt_at(3), None):
-            np.testing.assert_array_equal(bits(engine, disturb), want)
+            chex.assert_trees_all_equal(bits(engine, disturb), want)
         assert engine.metrics.cached_tokens > 0
 
 

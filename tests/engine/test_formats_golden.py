@@ -3,6 +3,7 @@ preempted or forked, a sequence gets the same tokens, and with `deterministic` t
 
 from functools import cache
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_hits_chunks_evictions_and_preemptions_change_no_bit(
     engine = engine_of(tiny, kv_format, deterministic=True, token_budget=16)
     done = talk(engine, DISTURBANCES[disturbance], keep_logits=True)
     for got, want in zip(logit_bits(done), plain_bits(kv_format), strict=True):
-        np.testing.assert_array_equal(got, want)
+        chex.assert_trees_all_equal(got, want)
     if disturbance == "quiet":
         assert engine.metrics.cached_tokens > 100  # all but the first prompt begin with a hit
 
@@ -82,7 +83,7 @@ def test_one_at_a_time_changes_no_bit(tiny: Tiny, plain_bits, kv_format):
     engine = engine_of(tiny, kv_format, deterministic=True, max_sequences=1)
     done = talk(engine, keep_logits=True)
     for got, want in zip(logit_bits(done), plain_bits(kv_format), strict=True):
-        np.testing.assert_array_equal(got, want)
+        chex.assert_trees_all_equal(got, want)
 
 
 @pytest.mark.slow
@@ -139,4 +140,4 @@ def test_codes_of_a_sealed_page_never_change(tiny: Tiny, kv_format):
         evict_always(engine, 1)
         engine.step()
         for was, now in zip(before, codes(), strict=True):
-            np.testing.assert_array_equal(was, now)
+            chex.assert_trees_all_equal(was, now)

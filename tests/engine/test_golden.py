@@ -5,6 +5,7 @@ And with `deterministic` never a bit of the logits.
 
 from dataclasses import replace
 
+import chex
 import numpy as np
 import pytest
 from flax import nnx
@@ -59,7 +60,7 @@ def bits(completions: list[Completion]) -> list[np.ndarray]:
 
 def assert_same(got: list[np.ndarray], want: list[np.ndarray]) -> None:
     for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
+        chex.assert_trees_all_equal(one, other)
 
 
 @pytest.fixture(scope="module")

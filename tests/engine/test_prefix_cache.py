@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import count
 
+import chex
 import numpy as np
 import pytest
 from flax import nnx
@@ -91,7 +92,9 @@ def test_beam_search_finds_what_a_search_over_full_recomputes_finds(tiny: Tiny, 
     engine = tiny.engine(page_size=8, **config)
     found = beam_search(engine, Request(prompt=prompt, max_new_tokens=length), width=width)
     assert [beam.tokens for beam in found] == [tokens for tokens, _ in beams]
-    np.testing.assert_allclose([b.logprob for b in found], [s for _, s in beams], atol=1e-4)
+    chex.assert_trees_all_close(
+        np.array([b.logprob for b in found]), np.array([s for _, s in beams]), rtol=1e-7, atol=1e-4
+    )
     assert not engine.has_work
 
 
@@ -129,7 +132,9 @@ def test_a_request_for_prompt_logprobs_computes_its_prompt_and_caches_it(tiny: T
     first, second = run(engine, asked), run(engine, asked)
     assert second.cached_tokens == 0
     assert second.prompt_logprobs is not None and first.prompt_logprobs is not None
-    np.testing.assert_allclose(second.prompt_logprobs[1:], first.prompt_logprobs[1:], atol=1e-5)
+    chex.assert_trees_all_close(
+        second.prompt_logprobs[1:], first.prompt_logprobs[1:], rtol=1e-7, atol=1e-5
+    )
     assert run(engine, Request(prompt=prompt, max_new_tokens=2)).cached_tokens == 39
 
 

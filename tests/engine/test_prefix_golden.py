@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import count
 
+import chex
 import numpy as np
 import pytest
 
@@ -96,4 +97,4 @@ def test_nothing_that_is_cached_or_lost_changes_a_bit(tiny: Tiny, plain_bits, co
     for got, want in zip(
         logit_bits(talk(engine, disturb, keep_logits=True)), plain_bits, strict=True
     ):
-        np.testing.assert_array_equal(got, want)
+        chex.assert_trees_all_equal(got, want)

@@ -2,6 +2,7 @@
 
 from itertools import count
 
+import chex
 import numpy as np
 import pytest
 
@@ -67,5 +68,5 @@ def test_a_real_model_answers_from_its_cache_with_the_same_bits(
     plain, want = answers(None, None)
     engine, got = answers(plain.steps, preempt_at(11))
     for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
+        chex.assert_trees_all_equal(one, other)
     assert engine.metrics.cached_tokens > 2 * len(system)

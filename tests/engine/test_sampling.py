@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,7 +179,7 @@ def test_log_probabilities_are_of_the_models_own_distribution():
     wide = logits.astype(np.float64)
     logprobs = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
     chosen = logprobs[np.arange(8), result["token"]]
-    np.testing.assert_allclose(result["logprob"], chosen, atol=1e-5)
+    chex.assert_trees_all_close(result["logprob"], chosen, rtol=1e-7, atol=1e-5)
 
 
 def test_top_tokens_come_most_likely_first_with_the_lowest_id_of_equals():
@@ -188,7 +189,7 @@ def test_top_tokens_come_most_likely_first_with_the_lowest_id_of_equals():
     assert result["top_tokens"][0, :V].tolist() == order
     assert result["top_tokens"].shape == (1, MAX_TOP_LOGPROBS)
     logprobs = logits[0, order] - np.log(np.exp(logits[0].astype(np.float64)).sum())
-    np.testing.assert_allclose(result["top_logprobs"][0, :V], logprobs, atol=1e-5)
+    chex.assert_trees_all_close(result["top_logprobs"][0, :V], logprobs, rtol=1e-7, atol=1e-5)
     assert np.isneginf(result["top_logprobs"][0, V:]).all()  # V is less than the most
 
 
@@ -227,6 +228,6 @@ def test_sampling_parameters_cross_over_by_their_bits():
     inputs = SamplingInputs.unpack(controls, jnp.zeros((2, 2), jnp.uint8), jnp.asarray(False))
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed"):
         want = np.array([getattr(row, name) for row in rows], getattr(inputs, name).dtype)
-        np.testing.assert_array_equal(getattr(inputs, name), want)
+        chex.assert_trees_all_equal(getattr(inputs, name), want)
     assert inputs.top_k.tolist() == [2**31 - 1, 0]
     assert inputs.seed.dtype == jnp.uint32

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import chex
 import numpy as np
 import pytest
 
@@ -61,7 +62,7 @@ def test_continuations_have_the_log_probabilities_of_a_full_recompute(tiny: Tiny
         given = encode(context.rstrip()) if context else [PREFIX]
         scored = encode(context + continuation)[len(given) :]
         want = naive(tiny, given, scored) if scored else (0.0, True)
-        np.testing.assert_allclose(total, want[0], atol=1e-3)
+        chex.assert_trees_all_close(total, want[0], rtol=1e-7, atol=1e-3)
         assert greedy == want[1]
     # The context was computed once: later ones find all of it but its last token.
     assert isinstance(model.engine, CheckedEngine)
@@ -93,11 +94,13 @@ def test_texts_longer_than_the_engine_takes_are_scored_token_by_token_once(tiny:
         done = end
     assert done == n
     (found,) = model.loglikelihood_rolling([CONTEXT * 2])
-    np.testing.assert_allclose(found, want, atol=1e-3)
+    chex.assert_trees_all_close(found, want, rtol=1e-7, atol=1e-3)
     cut = model.loglikelihood([(CONTEXT, GOOD)])[0][0]
     both = Letters().encode(CONTEXT + GOOD)[-L:]
     split = len(both) - len(GOOD)
-    np.testing.assert_allclose(cut, naive(tiny, both[:split], both[split:])[0], atol=1e-3)
+    chex.assert_trees_all_close(
+        cut, naive(tiny, both[:split], both[split:])[0], rtol=1e-7, atol=1e-3
+    )
     with pytest.raises(RequestError, match="80 tokens to score; the engine takes 24"):
         model.loglikelihood([(CONTEXT, CONTEXT[:40] * 2)])
 
@@ -128,7 +131,9 @@ def test_a_context_loses_tokens_before_its_continuation_is_scored(tiny: Tiny):
         engine, Request(prompt=prompt, max_new_tokens=0, prompt_logprobs=True, context=n)
     )
     assert completion.prompt_logprobs is not None and completion.dropped_tokens == n - n // 2
-    np.testing.assert_allclose(shortened[0][0], completion.prompt_logprobs[n:].sum(), atol=1e-3)
+    chex.assert_trees_all_close(
+        shortened[0][0], completion.prompt_logprobs[n:].sum(), rtol=1e-7, atol=1e-3
+    )
     assert all(abs(a[0] - b[0]) > 1e-2 for a, b in zip(whole, shortened, strict=True))
     with pytest.raises(RequestError, match="a whole text has no context"):
         half.loglikelihood_rolling([CONTEXT])
@@ -184,7 +189,7 @@ def test_the_harness_runs_tasks_of_every_kind(tmp_path, capsys):
     pairs = [(row["context"], choice) for row in rows for choice in row["choices"]]
     scores = np.array(plain.loglikelihood(pairs))[:, 0].reshape(3, 2)
     right = np.mean(scores.argmax(axis=1) == [row["gold"] for row in rows])
-    np.testing.assert_allclose(results["tiny_choice"]["acc,none"], right)
+    chex.assert_trees_all_close(results["tiny_choice"]["acc,none"], right, rtol=1e-7)
     argv = ["--model", checkpoint, "--include-path", str(folder), "--kv-format", "int8"]
     argv += ["--method", "knorm", "--budget", "50%", "--tasks", "tiny_choice", "tiny_answer"]
     assert console.run(harness.main, argv) == 0

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from jaxkv.eval import Setting, kv_ranges, measure
 from jaxkv.models.loading import load_model
 from tests.engine.tiny import Tiny, random_prompts
 
-TEXT = Path(__file__).resolve().parents[3] / "shared" / "text" / "persuasion.txt"
 (TOKENS,) = random_prompts(75, seed=5)
 
 
@@ -36,8 +36,8 @@ def test_the_full_cache_is_no_distance_from_itself_and_scores_as_the_engine(tiny
     )
     assert completion.prompt_logprobs is not None
     loss = -completion.prompt_logprobs[1:]
-    np.testing.assert_allclose(np.log(found["f32"].perplexity), loss.mean(), rtol=1e-5)
-    np.testing.assert_allclose(found["f32"].stderr, loss.std() / np.sqrt(74), rtol=1e-4)
+    chex.assert_trees_all_close(np.log(found["f32"].perplexity), loss.mean(), rtol=1e-5)
+    chex.assert_trees_all_close(found["f32"].stderr, loss.std() / np.sqrt(74), rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_chunks_of_any_size_measure_the_same(tiny: Tiny, name):
         measure(tiny.model, TOKENS, formats, page_size=8, chunk=chunk)[name] for chunk in (75, 16)
     )
     assert whole.kl_mean > 0
-    np.testing.assert_allclose(whole.kl_mean, parts.kl_mean, rtol=1e-2)
+    chex.assert_trees_all_close(whole.kl_mean, parts.kl_mean, rtol=1e-2)
     assert whole.nbytes == parts.nbytes
 
 
@@ -68,7 +68,7 @@ def test_ranges_are_the_largest_magnitudes_by_layer_and_head(tiny: Tiny):
     # The first layer's V is a product of the first norm's output alone.
     layer, x = tiny.decoder.layers[0], tiny.decoder.embedding[...][jnp.array(TOKENS)]
     _, _, v = layer.attention.heads(layer.attention_norm(x))
-    np.testing.assert_allclose(whole.largest[0][1::2], jnp.abs(v).max((0, 2)), rtol=1e-5)
+    chex.assert_trees_all_close(whole.largest[0][1::2], jnp.abs(v).max((0, 2)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["knorm", pytest.param("adakv_keydiff", marks=pytest.mark.slow)])
@@ -81,7 +81,7 @@ def test_what_follows_a_context_that_lost_tokens_scores_as_the_engine_says(tiny:
     )
     assert completion.prompt_logprobs is not None
     loss = -completion.prompt_logprobs[41:]
-    np.testing.assert_allclose(np.log(found[method].perplexity), loss.mean(), rtol=1e-5)
+    chex.assert_trees_all_close(np.log(found[method].perplexity), loss.mean(), rtol=1e-5)
     assert found[method].kl_mean > 0 and found["f32"].kl_max == 0
     # Of a layer with a window the pages of its last tokens, of the other one 20 and 35 tokens.
     per_layer = 8 * 2 * 2 * 8 * 4
@@ -97,11 +97,12 @@ def test_texts_that_are_too_short_are_refused(tiny: Tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TEXT.exists(), reason="needs the project's shared novels")
-def test_four_first_tokens_save_a_window_on_a_real_model():
+def test_four_first_tokens_save_a_window_on_a_real_model(data: Path):
     """An independent implementation measured 36.6 with them, and 69.5 without, on this text."""
     loaded = load_model("smollm2-135m")
-    tokens = loaded.require_tokenizer().encode(TEXT.read_text("utf-8")[:40_000])[2000:3024]
+    tokens = loaded.require_tokenizer().encode((data / "persuasion.txt").read_text("utf-8"))[
+        2000:3024
+    ]
     methods = ("streaming_llm", "sliding_window")
     choices = {name: setting(loaded.model, "f32", name, "128") for name in methods}
     found = measure(loaded.model, tokens, choices, page_size=16, chunk=256)
@@ -115,10 +116,11 @@ BARS = {"int8": 1.001, "int4": 1.07, "kivi4": 1.02, "kivi_k4v2": 1.139 * 1.03, "
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TEXT.exists(), reason="needs the project's shared novels")
-def test_formats_keep_the_perplexity_of_a_real_model():
+def test_formats_keep_the_perplexity_of_a_real_model(data: Path):
     loaded = load_model("smollm2-135m")
-    tokens = loaded.require_tokenizer().encode(TEXT.read_text("utf-8")[:40_000])[2000:3024]
+    tokens = loaded.require_tokenizer().encode((data / "persuasion.txt").read_text("utf-8"))[
+        2000:3024
+    ]
     choices = {name: setting(loaded.model, name) for name in BARS}
     found = measure(loaded.model, tokens, choices, page_size=32, chunk=256)
     full = found["f32"].perplexity

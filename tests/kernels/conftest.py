@@ -3,7 +3,7 @@ keeps what a simulated chip takes long for out of the fast set."""
 
 import pytest
 
-pytest.register_assert_rewrite("tests.kernels.attention_suite", "tests.kernels.bits_suite")
+pytest.register_assert_rewrite("jaxkv.testing.attention_suite", "jaxkv.testing.bits_suite")
 
 
 @pytest.hookimpl(tryfirst=True)

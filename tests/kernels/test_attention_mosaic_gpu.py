@@ -10,18 +10,19 @@ import logging
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Pages, SharedPrefixes, gpus, ragged_paged_attention
+from jaxkv.testing.attention import LENGTHS, MIXED
+from jaxkv.testing.batches import Batch, place, random_batch
+from jaxkv.testing.bits_suite import BitsSuite, assert_same_bits
+from pallas_kernels import Pages, SharedPrefixes, chips, ragged_paged_attention
 from pallas_kernels.attention.mosaic_gpu import call
-from tests.kernels.attention_suite import LENGTHS, MIXED
-from tests.kernels.batches import Batch, place, random_batch
-from tests.kernels.bits_suite import BitsSuite, assert_same_bits
-from tests.kernels.test_quantised_pages import check_attention
+from tests.kernels.test_quantised_pages import check_codes
 
 SIMULATED = plgpu.InterpretGPUParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -92,7 +93,7 @@ class TestShortItems(Simulated):
         ],
     )
     def test_attention_over_codes_is_attention_over_what_they_decode_to(self, kind, window, P, D):
-        check_attention(
+        check_codes(
             kind,
             "head_major",
             "mosaic_gpu",
@@ -104,7 +105,7 @@ class TestShortItems(Simulated):
 
     @pytest.mark.parametrize("magnitude", [1e-2, pytest.param(1e2, marks=pytest.mark.slow)])
     def test_float16_queries_over_codes_have_the_range_of_the_scales(self, magnitude):
-        check_attention(
+        check_codes(
             "fp8_e5m2",
             "head_major",
             "mosaic_gpu",
@@ -132,7 +133,7 @@ class TestShortItems(Simulated):
         poisoned = dataclasses.replace(placed, pages=dataclasses.replace(placed.pages, kv=kv))
         got = self.attend(batch, poisoned, shared=shared)
         for x, y in zip(got, want, strict=True):
-            np.testing.assert_array_equal(x[2], y[2])
+            chex.assert_trees_all_equal(x[2], y[2])
 
     @pytest.mark.parametrize(
         ("cuts", "options"),
@@ -212,7 +213,7 @@ def arguments(layout="head_major", P=16, D=64, dtype=BFLOAT16) -> tuple:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(layout="token_major"), "pages must be head-major"),
+        (dict(layout="paired"), "pages must be head-major"),
         (dict(P=12), "P = 12 is not a multiple of 8"),
         (dict(D=80), "D = 80 is none of 64, 128, 192, 256"),
         (dict(dtype=FLOAT32), "pages of float32 would be rounded by the tensor cores"),
@@ -229,10 +230,10 @@ def test_on_another_gpu_none_takes_xla_with_one_line_in_the_log(
 ):
     want = ragged_paged_attention(*arguments(), scale=1.0, backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(gpus, "capability", lambda: capability)
+    monkeypatch.setattr(chips, "capability", lambda: capability)
     with caplog.at_level(logging.INFO):
         got = ragged_paged_attention(*arguments(), scale=1.0)
-    np.testing.assert_array_equal(got, want)
+    chex.assert_trees_all_equal(got, want)
     (record,) = (r for r in caplog.records if r.name.startswith("pallas_kernels"))
     assert record.getMessage().endswith(f"this GPU has {named}")
     with pytest.raises(ValueError, match=rf"\(H100, H200\); this GPU has {named}"):

@@ -9,12 +9,15 @@ import functools
 from collections.abc import Iterator
 from typing import ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxkv.testing.batches import Batch, naive_attention, place, random_batch
+from jaxkv.testing.bits_suite import BitsSuite
 from pallas_kernels import (
     KeyPart,
     Pages,
@@ -26,9 +29,7 @@ from pallas_kernels.attention.mosaic_tpu import tuning
 from pallas_kernels.attention.mosaic_tpu.parameters import from_float16
 from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes
 from pallas_kernels.pages import pool_shape
-from tests.kernels.batches import Batch, naive_attention, place, random_batch
-from tests.kernels.bits_suite import BitsSuite
-from tests.kernels.test_quantised_pages import check_attention, empty
+from tests.kernels.test_quantised_pages import check_codes, empty
 
 SIMULATED = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -106,7 +107,7 @@ class TestSmallBlocks(Simulated):
         self, kind, window, P, q_dtype, tolerance
     ):
         same = dict(q_dtype=q_dtype, tolerance=tolerance, sizes=(P, 32))
-        check_attention(kind, "paired", "mosaic_tpu", longest=300, window=window, **same)
+        check_codes(kind, "paired", "mosaic_tpu", longest=300, window=window, **same)
 
     @pytest.mark.parametrize("factor_type", ["int8", None])
     def test_large_channels_that_cancel_leave_logits_over_fixed_scales_exact(
@@ -140,7 +141,7 @@ class TestSmallBlocks(Simulated):
             q=np.asarray(q.astype(jnp.float32)), keys=[exact[0]], values=[exact[1]], q_lens=[1]
         )
         want, _ = naive_attention(batch, scale=D**-0.5)
-        np.testing.assert_allclose(got.astype(jnp.float32), want, atol=1e-2)
+        chex.assert_trees_all_close(got.astype(jnp.float32), want, rtol=1e-7, atol=1e-2)
 
     def test_a_tile_of_many_queries_may_have_room_for_one(self, monkeypatch):
         monkeypatch.setattr(
@@ -166,7 +167,7 @@ class TestSmallBlocks(Simulated):
             keys=keys,
             backend="mosaic_tpu",
         )
-        np.testing.assert_array_equal(out, 0.0)
+        chex.assert_trees_all_equal(out, 0.0)
 
 
 @pytest.mark.slow
@@ -216,7 +217,7 @@ def test_every_finite_float16_comes_out_of_its_bits():
     want = bits.view(np.float16).astype(np.float32)
     finite = np.isfinite(want)
     got = np.asarray(from_float16(jnp.asarray(bits[finite], jnp.uint32)))
-    np.testing.assert_array_equal(got, want[finite])
+    chex.assert_trees_all_equal(got, want[finite])
 
 
 @pytest.mark.parametrize(

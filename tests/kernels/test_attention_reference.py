@@ -2,12 +2,12 @@
 
 import functools
 
+import chex
 import jax
-import numpy as np
 import pytest
 
-from tests.kernels.attention_suite import AttentionSuite
-from tests.kernels.batches import Batch, place, random_batch
+from jaxkv.testing.attention_suite import AttentionSuite
+from jaxkv.testing.batches import Batch, place, random_batch
 
 
 def dense_attention(batch: Batch, **options) -> jax.Array:
@@ -27,9 +27,9 @@ class TestReference(AttentionSuite):
         out, _ = self.attend(batch, place(batch, M=2, window=window), window=window)
         local = None if window is None else (window - 1, 0)
         want = dense_attention(batch, is_causal=True, local_window_size=local)
-        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(out, want, rtol=1e-5, atol=1e-5)
 
     def test_a_decoded_token_agrees_with_attention_of_jax(self):
         batch = random_batch([21], [1], T=1, heads=(4, 1))
         out, _ = self.attend(batch, place(batch, M=2))
-        np.testing.assert_allclose(out, dense_attention(batch), rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(out, dense_attention(batch), rtol=1e-5, atol=1e-5)

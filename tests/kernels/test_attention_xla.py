@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from tests.kernels.bits_suite import BitsSuite
+from jaxkv.testing.bits_suite import BitsSuite
 
 
 class TestXla(BitsSuite):

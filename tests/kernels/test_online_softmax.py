@@ -1,5 +1,6 @@
 """Merging parts of a softmax, against the whole one in float64."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,8 +32,8 @@ def test_parts_merge_into_the_whole_whatever_the_size_of_the_logits(cut, shift):
     for (out_a, lse_a), (out_b, lse_b) in (parts, parts[::-1]):
         out, lse = merge_partials(*float32(out_a, lse_a, out_b, lse_b))
         # lse is rounded to float32, and its error is a relative error of the weights.
-        np.testing.assert_allclose(out, want_out, rtol=1e-5, atol=1e-5 + abs(shift) * 1e-7)
-        np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=1e-6)
+        chex.assert_trees_all_close(out, want_out, rtol=1e-5, atol=1e-5 + abs(shift) * 1e-7)
+        chex.assert_trees_all_close(lse, want_lse, rtol=1e-6, atol=1e-6)
 
 
 def test_an_empty_part_leaves_the_other_as_it_is_and_two_are_empty():
@@ -40,18 +41,18 @@ def test_an_empty_part_leaves_the_other_as_it_is_and_two_are_empty():
     empty_out, empty_lse = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
     for parts in ((out, lse, empty_out, empty_lse), (empty_out, empty_lse, out, lse)):
         merged_out, merged_lse = merge_partials(*parts)
-        np.testing.assert_array_equal(merged_out, out)
-        np.testing.assert_array_equal(merged_lse, lse)
+        chex.assert_trees_all_equal(merged_out, out)
+        chex.assert_trees_all_equal(merged_lse, lse)
     merged_out, merged_lse = merge_partials(empty_out, empty_lse, empty_out, empty_lse)
-    np.testing.assert_array_equal(merged_out, empty_out)
-    np.testing.assert_array_equal(merged_lse, empty_lse)
+    chex.assert_trees_all_equal(merged_out, empty_out)
+    chex.assert_trees_all_equal(merged_lse, empty_lse)
 
 
 def test_a_part_far_below_the_other_counts_for_nothing():
     out, lse = merge_partials(
         *float32(np.ones(D), np.array(1e30), np.full(D, 5.0), np.array(-1e30))
     )
-    np.testing.assert_array_equal(out, np.ones(D))
+    chex.assert_trees_all_equal(out, np.ones(D))
     assert lse == np.float32(1e30)
 
 
@@ -63,7 +64,7 @@ def test_three_parts_merge_alike_in_any_order():
         merge_partials(*a, *merge_partials(*b, *c)),
     )
     for one, other in zip(left, right, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_the_sum_is_taken_in_float32_and_given_in_the_dtype_of_the_parts():
@@ -71,4 +72,4 @@ def test_the_sum_is_taken_in_float32_and_given_in_the_dtype_of_the_parts():
     out, lse = merge_partials(*parts[0], *parts[1])
     assert out.dtype == jnp.bfloat16
     assert lse.dtype == jnp.float32
-    np.testing.assert_array_equal(out, jnp.full((1, D), (1.0 + 1.0078125) / 2).astype(jnp.bfloat16))
+    chex.assert_trees_all_equal(out, jnp.full((1, D), (1.0 + 1.0078125) / 2).astype(jnp.bfloat16))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,14 +59,14 @@ def test_bfloat16_comes_back_to_the_bit(dtype):
     x = np.random.default_rng(4).standard_normal((40, 257)).astype(np.float32)
     x = np.where(np.abs(x) < 0.1, 0, x) * 2.0 ** np.arange(-60, 60, 3)[:, None]
     x = np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))
-    np.testing.assert_array_equal(whole(x, dtype), x)
+    chex.assert_trees_all_equal(whole(x, dtype), x)
 
 
 @every_dtype
 def test_rows_of_zeros_and_single_elements_come_back(dtype):
     x = np.zeros((3, 130), np.float32)
     x[1, 7], x[2, 129] = 3.0, -(2.0**-70)
-    np.testing.assert_array_equal(whole(x, dtype), x)
+    chex.assert_trees_all_equal(whole(x, dtype), x)
 
 
 @every_dtype
@@ -74,7 +75,7 @@ def test_a_row_of_nan_leaves_the_others_as_they_are(dtype):
     poisoned = x.copy()
     poisoned[1] = np.nan
     kept = [0, 2]
-    np.testing.assert_array_equal(whole(poisoned, dtype)[kept], whole(x, dtype)[kept])
+    chex.assert_trees_all_equal(whole(poisoned, dtype)[kept], whole(x, dtype)[kept])
 
 
 @every_dtype
@@ -86,7 +87,7 @@ def test_a_product_of_parts_is_the_product_of_the_whole(dtype):
     sums = jnp.int32 if dtype == jnp.int8 else jnp.float32
     product = join(jax.lax.dot(parts, codes, preferred_element_type=sums), dtype) * factor
     want = whole(x, dtype) @ np.asarray(codes.astype(jnp.float32), np.float64)
-    np.testing.assert_allclose(product, want, rtol=1e-5, atol=1e-4)
+    chex.assert_trees_all_close(product, want, rtol=1e-5, atol=1e-4)
 
 
 def test_codes_read_in_another_type_are_off_by_a_unit():
@@ -94,4 +95,4 @@ def test_codes_read_in_another_type_are_off_by_a_unit():
     codes = jnp.asarray(bits.reshape(-1, 1).repeat(128, 1)).view(jnp.float8_e4m3fn)
     other = jnp.float8_e4m3b11fnuz
     read = read_as(codes, other).astype(jnp.float32) * unit(codes.dtype, other)
-    np.testing.assert_array_equal(read, codes.astype(jnp.float32))
+    chex.assert_trees_all_equal(read, codes.astype(jnp.float32))

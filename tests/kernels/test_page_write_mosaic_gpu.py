@@ -3,6 +3,7 @@ by the compiler (`test_targets_gpu`)."""
 
 from collections.abc import Iterator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def test_rows_of_any_size_are_written(heads, D):
     pages = Pages(kv=jnp.zeros((3, 2 * heads, 16, D), jnp.bfloat16), layout="head_major")
     arrays = jnp.asarray(k), jnp.asarray(v), int32(16, 47, 33, 31)
     got, want = (write_pages(pages, *arrays, backend=name).kv for name in ("mosaic_gpu", "xla"))
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    chex.assert_trees_all_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_rows_that_no_copy_takes_are_refused(heads, D, reason):
 def test_what_it_does_not_take_is_refused():
     k, v = map(jnp.asarray, tokens())
     with pytest.raises(ValueError, match="pages must be head-major"):
-        write_pages(random_pool("token_major"), k, v, int32(*range(T)), backend="mosaic_gpu")
+        write_pages(random_pool("paired"), k, v, int32(*range(T)), backend="mosaic_gpu")
     codes = SymmetricPages(
         kv=jnp.zeros((N, 2 * K, P, 16), jnp.int8),
         scales=jnp.zeros((N, 2 * K, P), jnp.float32),

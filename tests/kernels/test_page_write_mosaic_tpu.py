@@ -4,6 +4,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def check(pages: TokenPages, slots: np.ndarray) -> None:
 def assert_same(got: TokenPages, want: TokenPages) -> None:
     for name, array in want.paged.items():
         both = got.paged[name], array
-        np.testing.assert_array_equal(*(np.asarray(x)[1:].view(np.uint8) for x in both))
+        chex.assert_trees_all_equal(*(np.asarray(x)[1:].view(np.uint8) for x in both))
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, "int4"])

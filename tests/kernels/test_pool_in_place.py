@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.testing.layouts import by_tokens
 from pallas_kernels import (
     ChannelPages,
     Pages,
@@ -15,8 +17,7 @@ from pallas_kernels import (
     seal_pages,
     write_pages,
 )
-from pallas_kernels.pages import LAYOUTS, by_layout, pool_shape
-from tests.kernels.layouts import by_tokens
+from pallas_kernels.pages import LAYOUTS, pool_shape
 
 B, H, K, D, P, M = 4, 8, 2, 64, 16, 8
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -45,7 +46,7 @@ def arguments(step: Callable, T: int, dtype) -> list[jax.ShapeDtypeStruct]:
     [
         *((write_pages, 64, dtype, layout) for dtype in DTYPES for layout in LAYOUTS),
         *((copy_pages, 8, dtype, layout) for dtype in DTYPES for layout in LAYOUTS),
-        (write_and_attend, B, jnp.bfloat16, "token_major"),
+        (write_and_attend, B, jnp.bfloat16, "head_major"),
         (write_and_attend, 200, jnp.float32, "head_major"),
     ],
 )
@@ -63,13 +64,12 @@ def test_sealing_into_a_donated_pool_aliases_it_and_holds_no_second_one(layout):
     """Both pools: the codes are written, the floats are read."""
     shape = pool_shape(layout, 2048, P, K, D)
     exact = Pages(kv=jax.ShapeDtypeStruct(shape, jnp.bfloat16), layout=layout)
-    middle = by_layout(layout, P, K)
-    codes = jax.ShapeDtypeStruct((2048, *middle, D // 2), jnp.uint8)
+    codes = jax.ShapeDtypeStruct((2048, K, P, D // 2), jnp.uint8)
     pages = ChannelPages(
         k=codes,
         v=codes,
         k_parameters=jax.ShapeDtypeStruct((2048, K, 2, D), jnp.float16),
-        v_parameters=jax.ShapeDtypeStruct((2048, *middle, 2 * D // 32), jnp.float16),
+        v_parameters=jax.ShapeDtypeStruct((2048, K, P, 2 * D // 32), jnp.float16),
         layout=layout,
     )
     compiled = (
@@ -107,11 +107,11 @@ def test_pages_past_2_to_the_31_elements_are_written_copied_and_read(layout):
         for (at, offset), t in where.items():
             if at == page:
                 want[offset, 0::2], want[offset, 1::2] = k[t], v[t]
-        np.testing.assert_array_equal(held, want)
+        chex.assert_trees_all_equal(held, want)
 
     q = jnp.asarray(rng.standard_normal((1, K, D)), jnp.bfloat16)
     table, one = jnp.asarray([[last - 2]], jnp.int32), jnp.asarray([1], jnp.int32)
     starts = jnp.asarray([0, 1], jnp.int32)
     for backend in ("reference", "xla"):
         out = ragged_paged_attention(q, pages, table, one, starts, scale=1.0, backend=backend)
-        np.testing.assert_array_equal(out[0], v[1])
+        chex.assert_trees_all_equal(out[0], v[1])

@@ -2,15 +2,17 @@
 over what they decode to."""
 
 import dataclasses
-import math
+import functools
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.typing import DTypeLike
 
+from jaxkv.testing.pages import check_attention_over, check_pages, decoded, write_whole_pages
 from pallas_kernels import (
     AffinePages,
     AnyPages,
@@ -24,9 +26,7 @@ from pallas_kernels import (
     write_pages,
 )
 from pallas_kernels.codes import encode_symmetric, symmetric_scale
-from pallas_kernels.pages import LAYOUTS, by_layout, numbers_shape, pool_shape
-from tests.kernels.batches import naive_attention, place, random_batch
-from tests.kernels.layouts import by_tokens, stored
+from pallas_kernels.pages import LAYOUTS, numbers_shape, pool_shape
 
 N, P, K, D = 9, 8, 2, 32
 BACKENDS = ("reference", "xla")
@@ -44,7 +44,7 @@ def empty(
     P, D = sizes
 
     def shape(heads: int, *rest: int) -> tuple[int, ...]:
-        return (num_pages, *by_layout(layout, P, heads), *rest)
+        return (num_pages, heads, P, *rest)
 
     def numbers(heads: int) -> tuple[int, ...]:
         return numbers_shape(layout, num_pages, P, heads)
@@ -82,25 +82,7 @@ def filled(
     kind: str, layout: Layout, kv: np.ndarray, pages: list[int], backend: str = "xla"
 ) -> AnyPages:
     """Writes `[n, P, K, 2, D]` into pages, whole ones."""
-    target = empty(kind, layout, N)
-    k, v = jnp.asarray(kv[..., 0, :]), jnp.asarray(kv[..., 1, :])
-    ids = jnp.array(pages, jnp.int32)
-    if isinstance(target, ChannelPages):
-        whole = kv.reshape(len(pages), P, 2 * K, D)
-        exact = Pages(kv=jnp.asarray(stored(whole, layout)), layout=layout)
-        source = jnp.arange(len(pages), dtype=jnp.int32)
-        return seal_pages(target, exact, source, ids, jnp.int32(len(pages)), backend=backend)
-    slots = (ids[:, None] * P + jnp.arange(P, dtype=jnp.int32)[None]).reshape(-1)
-    return write_pages(target, k.reshape(-1, K, D), v.reshape(-1, K, D), slots, backend=backend)
-
-
-def decoded(pages: AnyPages) -> np.ndarray:
-    """All pages as `[N, P, K, 2, D]`."""
-    P, D = pages.page_size, pages.head_dim
-    page = jnp.repeat(jnp.arange(pages.num_pages), P)[None]
-    offset = jnp.tile(jnp.arange(P), pages.num_pages)[None]
-    both = [np.asarray(pages.read(i, page, offset))[0] for i in (0, 1)]  # [K, N * P, D]
-    return np.stack(both, axis=2).swapaxes(0, 1).reshape(-1, P, K, 2, D)
+    return write_whole_pages(empty(kind, layout, N), kv, pages, backend)
 
 
 def oracle(kind: str, kv: np.ndarray) -> np.ndarray:
@@ -136,6 +118,16 @@ def step_of(kind: str, kv: np.ndarray) -> np.ndarray:
     return size * {"fp8_e4m3": 2.0**-3, "fp8_e5m2": 2.0**-2}.get(kind, 1 / 100)
 
 
+# Half the distance of two codes, in parts of the largest value of a page and head.
+TOLERANCES = dict(int8=1 / 254, fp8_e4m3=2**-4, fp8_e5m2=2**-3, int4=1 / 14, kivi4=1 / 14)
+
+
+@every_layout
+@pytest.mark.parametrize("kind", TOLERANCES)
+def test_each_type_of_pages_passes_the_public_check(kind, layout):
+    check_pages(lambda n: empty(kind, layout, n), tolerance=1.01 * TOLERANCES[kind])
+
+
 @every_backend
 @every_layout
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "narrow"])
@@ -158,8 +150,8 @@ def test_backends_write_the_same_codes_and_nothing_else(kind, layout):
     written = [jax.device_get(filled(kind, layout, kv, [3, 8], b).paged) for b in BACKENDS]
     others = [page for page in range(N) if page not in (3, 8)]
     for name, array in before.items():
-        np.testing.assert_array_equal(written[0][name], written[1][name])
-        np.testing.assert_array_equal(written[0][name][others], array[others])
+        chex.assert_trees_all_equal(written[0][name], written[1][name])
+        chex.assert_trees_all_equal(written[0][name][others], array[others])
 
 
 @every_layout
@@ -181,7 +173,7 @@ def test_a_copied_page_decodes_as_its_source(kind, layout, backend):
     pages = filled(kind, layout, kv, [3, 8])
     ids = (jnp.array(x, jnp.int32) for x in ([3, 8], [8, 1]))
     after = decoded(copy_pages(pages, *ids, backend=backend))
-    np.testing.assert_array_equal(after[[8, 1]], decoded(pages)[[3, 8]])
+    chex.assert_trees_all_equal(after[[8, 1]], decoded(pages)[[3, 8]])
 
 
 HARD = {
@@ -211,87 +203,33 @@ def test_whatever_is_written_what_is_read_is_finite_and_near(kind, case):
     reach = max(np.ptp(want), np.abs(want).max())
     assert np.abs(got - want).max() <= reach * (1 / 4 if "kivi" not in kind else 1 / 3) + 1e-6
     if case == "a constant channel of K" and "kivi" in kind:
-        np.testing.assert_array_equal(got[..., 0, 5], 3.25)
+        chex.assert_trees_all_equal(got[..., 0, 5], 3.25)
     if case in ("zeros", "all equal"):
-        np.testing.assert_allclose(got, want, rtol=1e-3)
+        chex.assert_trees_all_close(got, want, rtol=1e-3)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "xla"])
 @every_layout
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_codes_is_attention_over_what_they_decode_to(kind, layout, backend):
-    check_attention(kind, layout, backend, longest=37, window=13)
+    check_codes(kind, layout, backend, longest=37, window=13)
 
 
-def check_attention(
-    kind: str,
-    layout: Layout,
-    backend: str,
-    *,
-    longest: int,
-    window: int | None,
-    sizes: tuple[int, int] = (P, D),
-    q_dtype: DTypeLike = jnp.float32,
-    tolerance: float = 2e-5,
-    magnitude: float = 1.0,
+def check_codes(
+    kind: str, layout: Layout, backend: str, *, sizes: tuple[int, int] = (P, D), **options: Any
 ) -> None:
-    """Of three sequences, the last of them `longest` tokens; `sizes` is (P, D), `magnitude` V's."""
-    P, D = sizes
-    dtypes = jnp.dtype(q_dtype), jnp.dtype(jnp.float32)
-    batch = random_batch([21, 8, longest], [3, 1, 20], T=28, heads=(4, K), D=D, dtypes=dtypes)
-    channels = np.where(np.arange(D) == 3, 1e-9, 1.0).astype(np.float32)  # codes of +0 and -0
-    batch = dataclasses.replace(
-        batch,
-        keys=[channels * k for k in batch.keys],
-        values=[magnitude * channels * v for v in batch.values],
+    """See `check_attention_over`; `sizes` is (P, D)."""
+    check_attention_over(
+        lambda num_pages: empty(kind, layout, num_pages, sizes),
+        functools.partial(ragged_paged_attention, backend=backend),
+        **options,
     )
-    placed = place(batch, P=P, M=-(-longest // P), layout=layout)
-    num_pages = placed.pages.num_pages
-    whole = np.nan_to_num(np.asarray(placed.pages.kv))
-    exact = dataclasses.replace(placed.pages, kv=jnp.asarray(whole))
-    pages, ids = empty(kind, layout, num_pages, sizes), jnp.arange(num_pages, dtype=jnp.int32)
-    used = np.unique(
-        np.concatenate(
-            [row[: -(-n // P)] for row, n in zip(placed.page_table, placed.kv_lens, strict=True)]
-        )
-    )
-    ids = jnp.asarray(used, jnp.int32)
-    if isinstance(pages, ChannelPages):
-        pages = seal_pages(pages, exact, ids, ids, jnp.int32(len(used)))
-    else:
-        rows = by_tokens(whole, layout)[used].reshape(-1, K, 2, D)
-        slots = (ids[:, None] * P + jnp.arange(P, dtype=jnp.int32)[None]).reshape(-1)
-        pages = write_pages(pages, jnp.asarray(rows[:, :, 0]), jnp.asarray(rows[:, :, 1]), slots)
-    values = decoded(pages)
-    flat = [
-        np.concatenate([values[page] for page in row[: -(-n // P)]])[:n]
-        for row, n in zip(np.asarray(placed.page_table), placed.kv_lens.tolist(), strict=True)
-    ]
-    held = dataclasses.replace(
-        batch, keys=[kv[:, :, 0] for kv in flat], values=[kv[:, :, 1] for kv in flat]
-    )
-    scale = 1 / math.sqrt(D)
-    want, want_lse = naive_attention(held, scale=scale, window=window)
-    got, lse = ragged_paged_attention(
-        jnp.asarray(batch.q),
-        pages,
-        placed.page_table,
-        placed.kv_lens,
-        placed.query_starts,
-        scale=scale,
-        window=window,
-        return_lse=True,
-        backend=backend,
-    )
-    got = got.astype(jnp.float32)
-    np.testing.assert_allclose(got, want, rtol=1e-7, atol=tolerance * magnitude)
-    np.testing.assert_allclose(lse, want_lse, atol=tolerance)
 
 
 @every_backend
 def test_only_the_first_count_pages_are_sealed_and_none_outside_the_pool(backend):
-    kv = np.random.default_rng(5).standard_normal((3, P, 2 * K, D)).astype(np.float32)
-    exact, pages = Pages(kv=jnp.asarray(kv)), empty("kivi2", "token_major")
+    kv = np.random.default_rng(5).standard_normal((3, 2 * K, P, D)).astype(np.float32)
+    exact, pages = Pages(kv=jnp.asarray(kv)), empty("kivi2", "head_major")
     source, target = jnp.array([0, 1, 2], jnp.int32), jnp.array([2, -1, 4], jnp.int32)
     sealed = seal_pages(pages, exact, source, target, jnp.int32(2), backend=backend)
     finite = np.isfinite(decoded(sealed)).all(axis=(1, 2, 3, 4))
@@ -299,12 +237,12 @@ def test_only_the_first_count_pages_are_sealed_and_none_outside_the_pool(backend
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(kv=jnp.zeros((N, P, 2 * K, D), jnp.int16)), "pages.kv must be int8"),
-    (dict(scales=jnp.zeros((N, P, K))), r"pages.scales must be float32 \(9, 8, 4\)"),
+    (dict(kv=jnp.zeros((N, 2 * K, P, D), jnp.int16)), "pages.kv must be int8"),
+    (dict(scales=jnp.zeros((N, K, P))), r"pages.scales must be float32 \(9, 4, 8\)"),
     (dict(scales=jnp.zeros(3)), r"pages.scales must be float32 \(4,\)"),
 ])  # fmt: skip
 def test_pages_whose_parts_do_not_fit_are_refused(change, message):
-    pages = dataclasses.replace(empty("int8", "token_major"), **change)
+    pages = dataclasses.replace(empty("int8", "head_major"), **change)
     with pytest.raises(ValueError, match=message):
         copy_pages(pages, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxkv.cache import CacheSpec, KVRanges, LayerSpec, choose_formats, init_cache
 from jaxkv.engine import EngineConfig
+from jaxkv.errors import JaxkvError
 from jaxkv.kv_format import FORMATS, PAGE_SIZES
 from jaxkv.ledger import (
     CacheLedger,
@@ -230,7 +231,7 @@ def test_kv_heads_are_split_or_repeated(devices, heads):
     ],
 )
 def test_what_does_not_fit_a_model_is_refused(name, options, message):
-    with pytest.raises(LedgerError, match=message):
+    with pytest.raises(JaxkvError, match=message):
         CacheLedger.of(preset(name), **options)
 
 

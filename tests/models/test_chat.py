@@ -38,16 +38,16 @@ GEMMA_LIKE = """\
 
 
 def test_the_smollm2_chat_case_is_rendered_from_its_one_message(
-    shared: Path, smollm2_path: Path
+    data: Path, smollm2_path: Path
 ) -> None:
-    expected = json.loads((shared / "reference/smollm2.json").read_text("utf-8"))["text"]
+    cases = json.loads((data / "smollm2.json").read_text("utf-8"))["cases"]
     template = tokenizer_from_gguf(open_gguf(smollm2_path).metadata).chat_template
-    assert render_chat(template, [USER]) == expected["chat_1turn"]
+    assert render_chat(template, [USER]) == cases["chat_1turn"]["text"]
 
 
-def test_the_gemma_chat_case_is_rendered_from_its_one_message(shared: Path) -> None:
-    expected = json.loads((shared / "reference/gemma3.json").read_text("utf-8"))["text"]
-    assert render_chat(GEMMA_LIKE, [USER]) == expected["chat_1turn"]
+def test_the_gemma_chat_case_is_rendered_from_its_one_message(data: Path) -> None:
+    cases = json.loads((data / "gemma3.json").read_text("utf-8"))["cases"]
+    assert render_chat(GEMMA_LIKE, [USER]) == cases["chat_1turn"]["text"]
 
 
 def test_a_whole_conversation_renders_with_bos_system_and_both_roles() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,13 +140,15 @@ def whole(everything: Runner) -> np.ndarray:
 
 
 def test_a_config_with_everything_on_equals_numpy(everything: Runner, whole):
-    np.testing.assert_allclose(whole, decode_naively(everything.decoder, TOKENS), atol=2e-5)
+    chex.assert_trees_all_close(
+        whole, decode_naively(everything.decoder, TOKENS), rtol=1e-7, atol=2e-5
+    )
 
 
 def test_a_plain_config_equals_numpy():
     runner = Runner(decoder_of(PLAIN))
     want = decode_naively(runner.decoder, TOKENS)
-    np.testing.assert_allclose(runner.logits(TOKENS, 45), want, atol=2e-5)
+    chex.assert_trees_all_close(runner.logits(TOKENS, 45), want, rtol=1e-7, atol=2e-5)
 
 
 SWITCHES = [
@@ -175,7 +178,7 @@ def test_each_switch_changes_the_result_and_equals_numpy_either_way(whole, chang
     config = replace(EVERYTHING, attention=replace(EVERYTHING.attention, **attention), **rest)
     runner = Runner(decoder_of(config), quick=True)
     got = runner.logits(TOKENS, 45)
-    np.testing.assert_allclose(got, decode_naively(runner.decoder, TOKENS), atol=2e-5)
+    chex.assert_trees_all_close(got, decode_naively(runner.decoder, TOKENS), rtol=1e-7, atol=2e-5)
     assert np.abs(got - whole).max() > 1e-3
 
 
@@ -189,12 +192,12 @@ def test_each_switch_changes_the_result_and_equals_numpy_either_way(whole, chang
     ],
 )
 def test_a_sequence_in_steps_gives_the_logits_of_one_prefill(everything: Runner, whole, chunks):
-    np.testing.assert_allclose(everything.logits(TOKENS, *chunks), whole, atol=2e-5)
+    chex.assert_trees_all_close(everything.logits(TOKENS, *chunks), whole, rtol=1e-7, atol=2e-5)
 
 
 def test_what_is_in_padding_rows_does_not_matter(everything: Runner):
     chunks = [20, 1, 1, 23]
-    np.testing.assert_array_equal(
+    chex.assert_trees_all_equal(
         everything.logits(TOKENS, *chunks),
         everything.logits(TOKENS, *chunks, garbage=V - 1),
     )
@@ -203,7 +206,7 @@ def test_what_is_in_padding_rows_does_not_matter(everything: Runner):
 def test_a_later_token_does_not_change_an_earlier_row(everything: Runner, whole):
     other = [*TOKENS[:40], *[(t + 1) % V for t in TOKENS[40:]]]
     changed = everything.logits(other, 45)
-    np.testing.assert_array_equal(changed[:40], whole[:40])
+    chex.assert_trees_all_equal(changed[:40], whole[:40])
     assert (changed[40:] != whole[40:]).any(axis=-1).all()
 
 
@@ -213,7 +216,7 @@ def test_a_window_hides_what_lies_before_it():
     other = [(TOKENS[0] + 1) % V, *TOKENS[1:]]
     one, two = runner.logits(TOKENS, 45), runner.logits(other, 45)
     assert (one[:6] != two[:6]).any(axis=-1).all()
-    np.testing.assert_array_equal(one[6:], two[6:])
+    chex.assert_trees_all_equal(one[6:], two[6:])
 
 
 @pytest.mark.parametrize("out_in", [(960, 576), (3072, 576), (576, 1536), (24, 32)], ids=str)
@@ -224,6 +227,6 @@ def test_a_product_of_64_rows_or_more_gives_each_row_its_own_bits(out_in):
     rows = jax.jit(cpu_product)
     whole = np.array(rows(x, weight))
     moved = np.array(rows(np.concatenate([x[200:], x[:200]]), weight))
-    np.testing.assert_array_equal(moved, np.concatenate([whole[200:], whole[:200]]))
+    chex.assert_trees_all_equal(moved, np.concatenate([whole[200:], whole[:200]]))
     for T in (64, 128):
-        np.testing.assert_array_equal(rows(x[:T], weight), whole[:T])
+        chex.assert_trees_all_equal(rows(x[:T], weight), whole[:T])

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import chex
 import gguf
 import ml_dtypes
 import numpy as np
@@ -136,7 +137,7 @@ def test_config_and_weights_are_those_before_conversion(tmp_path: Path, name: st
     found = read_all(path)
     assert found.keys() == weights.keys()
     for key, values in weights.items():
-        np.testing.assert_array_equal(found[key], values, err_msg=key)
+        chex.assert_trees_all_equal(found[key], values, custom_message=key)
 
 
 def test_biases_of_q_and_k_are_put_back_like_their_rows(tmp_path: Path):
@@ -149,7 +150,7 @@ def test_biases_of_q_and_k_are_put_back_like_their_rows(tmp_path: Path):
     path = write(tmp_path / "model.gguf", "llama", weights)
     assert open_checkpoint(path).config.attention.qkv_bias
     for key, values in read_all(path).items():
-        np.testing.assert_array_equal(values, weights[key], err_msg=key)
+        chex.assert_trees_all_equal(values, weights[key], custom_message=key)
 
 
 def test_targets_may_be_bfloat16_and_strided(tmp_path: Path):
@@ -159,7 +160,7 @@ def test_targets_may_be_bfloat16_and_strided(tmp_path: Path):
         expected = weights[tensor.name].astype(ml_dtypes.bfloat16)
         target = np.zeros((*tensor.shape[::-1], 2), ml_dtypes.bfloat16)
         tensor.read_into(target[..., 0].T)
-        np.testing.assert_array_equal(target[..., 0].T, expected)
+        chex.assert_trees_all_equal(target[..., 0].T, expected)
         assert not target[..., 1].any()
 
 

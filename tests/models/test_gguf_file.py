@@ -4,6 +4,7 @@ import struct
 import tracemalloc
 from pathlib import Path
 
+import chex
 import gguf
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_blocks_join_to_what_dequantising_the_whole_tensor_gives(tmp_path: Path,
     assert len(runs) > 1
     assert [run.start for run, _ in runs[1:]] == [run.stop for run, _ in runs[:-1]]
     found = np.concatenate([block for _, block in runs])
-    np.testing.assert_array_equal(found, gguf.quants.dequantize(packed, kind))
+    chex.assert_trees_all_equal(found, gguf.quants.dequantize(packed, kind))
     assert found.dtype == np.float32
     assert found.shape == shape
 

@@ -383,8 +383,8 @@ def test_a_quantised_gemma3_with_a_vision_tower_is_refused():
         ("gemma3_local_global", "gemma3", [24] * 5 + [None, 24]),
     ],
 )
-def test_files_that_transformers_5_wrote_are_read(shared: Path, name, family, expected_windows):
-    path = shared / "reference" / "tiny" / name / "config.json"
+def test_files_that_transformers_5_wrote_are_read(data: Path, name, family, expected_windows):
+    path = data / "tiny" / name / "config.json"
     config = config_from_hf(json.loads(path.read_text()))
     assert config.family == family
     assert windows(config) == expected_windows

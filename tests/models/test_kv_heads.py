@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import numpy as np
 import pytest
 from flax import nnx
@@ -57,17 +58,17 @@ def test_mean_and_first_pool_neighbouring_heads(num_heads):
             whole = kv(model, layer)[part]
             for group in range(num_heads):
                 own = whole[group * H // num_heads : (group + 1) * H // num_heads]
-                np.testing.assert_allclose(
-                    kv(mean, layer)[part][group], sum(own) / len(own), atol=1e-6
+                chex.assert_trees_all_close(
+                    kv(mean, layer)[part][group], sum(own) / len(own), rtol=1e-7, atol=1e-6
                 )
-                np.testing.assert_array_equal(kv(first, layer)[part][group], own[0])
+                chex.assert_trees_all_equal(kv(first, layer)[part][group], own[0])
 
 
 def test_random_heads_have_the_size_of_the_old_ones_and_depend_on_the_seed():
     model = random_model()
     one, same, other = (with_kv_heads(model, 1, "random", seed=s) for s in (1, 1, 2))
     assert 0.8 < kv(one, 0)[0][..., :-1].std() / kv(model, 0)[0].std() < 1.2
-    np.testing.assert_array_equal(logits(one), logits(same))
+    chex.assert_trees_all_equal(logits(one), logits(same))
     assert not np.allclose(logits(one), logits(other))
 
 
@@ -95,7 +96,9 @@ def turned_copies(seed: int = 3) -> FlaxDecodeModel:
 def test_heads_that_are_one_head_turned_are_pooled_without_loss_when_aligned():
     model = turned_copies()
     want = logits(model)
-    np.testing.assert_allclose(logits(with_kv_heads(model, 1, "aligned")), want, atol=2e-4)
+    chex.assert_trees_all_close(
+        logits(with_kv_heads(model, 1, "aligned")), want, rtol=1e-7, atol=2e-4
+    )
     assert np.abs(logits(with_kv_heads(model, 1, "mean")) - want).max() > 0.1
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -66,7 +67,7 @@ def test_parameters_are_the_weights_on_disk(path, dtype):
     for name, values in expected.items():
         wanted = jnp.asarray(values, jnp.float32 if values.ndim == 1 else dtype)
         assert found[name].dtype == wanted.dtype
-        np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+        chex.assert_trees_all_equal(found[name], wanted, custom_message=name)
 
 
 def test_the_tokenizer_comes_along(path):

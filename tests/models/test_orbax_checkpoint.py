@@ -4,8 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -23,7 +23,7 @@ def assert_same_params(found: LoadedModel, expected: LoadedModel) -> None:
     for path, value in found.model.named_params.items():
         wanted = expected.model.named_params[path]
         assert value.dtype == wanted.dtype
-        np.testing.assert_array_equal(value, wanted, err_msg=str(path))
+        chex.assert_trees_all_equal(value, wanted, custom_message=str(path))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,9 @@ def test_another_dtype_is_a_rounding_of_the_matrices_and_leaves_the_norms(saved)
     for path, value in exact.model.named_params.items():
         wanted = value if path[-2:-1] and "norm" in str(path[-2]) else value.astype(jnp.bfloat16)
         assert found.model.named_params[path].dtype == wanted.dtype
-        np.testing.assert_array_equal(found.model.named_params[path], wanted, err_msg=str(path))
+        chex.assert_trees_all_equal(
+            found.model.named_params[path], wanted, custom_message=str(path)
+        )
 
 
 def test_a_checkpoint_of_a_checkpoint_is_the_same(saved, tmp_path):

@@ -3,6 +3,7 @@
 import cmath
 import math
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,8 +63,8 @@ def frequencies(scaling, theta: float = THETA) -> np.ndarray:
 
 
 def test_frequencies_fall_geometrically_from_one():
-    expected = [base_frequency(channel) for channel in range(D // 2)]
-    np.testing.assert_allclose(frequencies(None), expected, rtol=1e-7)
+    expected = np.array([base_frequency(channel) for channel in range(D // 2)])
+    chex.assert_trees_all_close(frequencies(None), expected, rtol=1e-7)
 
 
 def test_linear_scaling_divides_positions():
@@ -71,13 +72,13 @@ def test_linear_scaling_divides_positions():
     stretched = rope.rotation(config, D, jnp.arange(0, 400, 4))
     plain = rope.rotation(RopeConfig(theta=THETA), D, jnp.arange(100))
     for found, expected in zip(stretched, plain, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        chex.assert_trees_all_close(found, expected, rtol=1e-7, atol=1e-5)
 
 
 def test_llama3_scaling_is_that_of_its_wavelengths():
     expected = np.array([llama3_frequency(channel, LLAMA3) for channel in range(D // 2)])
     base = np.array([base_frequency(channel, 500000.0) for channel in range(D // 2)])
-    np.testing.assert_allclose(frequencies(LLAMA3, 500000.0), expected, rtol=1e-6)
+    chex.assert_trees_all_close(frequencies(LLAMA3, 500000.0), expected, rtol=1e-6)
     ratio = expected / base
     assert (ratio == 1).any() and np.isclose(ratio, 1 / 8).any()
     assert ((ratio > 0.126) & (ratio < 0.999)).any()  # the ramp is met too
@@ -93,13 +94,13 @@ def test_yarn_keeps_fast_channels_divides_slow_ones_and_ramps_between(truncate):
         first, last = math.floor(first), math.ceil(last)
     base = np.array([base_frequency(channel) for channel in range(D // 2)])
     share = np.interp(np.arange(D // 2), [first, last], [0.0, 1.0])  # of the divided frequency
-    np.testing.assert_allclose(
+    chex.assert_trees_all_close(
         frequencies(scaling), base * (1 - share) + base / 16 * share, rtol=1e-6
     )
     turns = 4096 * base / (2 * math.pi)
     ratio = frequencies(scaling) / base
-    np.testing.assert_allclose(ratio[turns >= 32], 1, rtol=1e-6)
-    np.testing.assert_allclose(ratio[turns <= 1], 1 / 16, rtol=1e-6)
+    chex.assert_trees_all_close(ratio[turns >= 32], 1, rtol=1e-6)
+    chex.assert_trees_all_close(ratio[turns <= 1], 1 / 16, rtol=1e-6)
     assert ((ratio > 0.07) & (ratio < 0.99)).sum() > 5
 
 
@@ -108,7 +109,7 @@ def test_yarn_whose_bounds_leave_the_channels_is_clamped():
     base = np.array([base_frequency(channel) for channel in range(D // 2)])
     ratio = frequencies(slow) / base
     assert np.all(np.diff(ratio) < 1e-6) and ratio[0] == 1
-    np.testing.assert_allclose(ratio[-10:], 0.5, rtol=1e-6)
+    chex.assert_trees_all_close(ratio[-10:], 0.5, rtol=1e-6)
 
 
 @each_scaling
@@ -121,8 +122,10 @@ def test_rotation_turns_pairs_of_channels_as_complex_numbers(scaling):
     for t, head, channel in np.ndindex(len(position), 3, D // 2):
         turn = cmath.exp(1j * float(position[t]) * float(step[channel])) * factor
         turned = complex(x[t, head, channel], x[t, head, channel + D // 2]) * turn
-        pair = found[t, head, channel], found[t, head, channel + D // 2]
-        np.testing.assert_allclose(pair, (turned.real, turned.imag), atol=4e-4)
+        pair = found[t, head, [channel, channel + D // 2]]
+        chex.assert_trees_all_close(
+            pair, np.array((turned.real, turned.imag)), rtol=1e-7, atol=4e-4
+        )
 
 
 @each_scaling
@@ -149,7 +152,7 @@ def test_a_token_is_rotated_alike_alone_and_in_a_prompt(scaling):
     for position in (0, 1, 63, 599):
         alone = rope.rotation(config, D, jnp.array([position]))
         for row, rows in zip(alone, prompt, strict=True):
-            np.testing.assert_allclose(row[0], rows[position], atol=1e-6)
+            chex.assert_trees_all_close(row[0], rows[position], rtol=1e-7, atol=1e-6)
 
 
 def test_the_attention_factor_multiplies_queries_and_keys_so_scores_by_its_square():
@@ -164,7 +167,7 @@ def test_the_attention_factor_multiplies_queries_and_keys_so_scores_by_its_squar
     for config in (plain, scaled):
         turn = rope.rotation(config, D, jnp.arange(5))
         scores.append(np.einsum("thd,shd->hts", rope.rotate(q, turn), rope.rotate(k, turn)))
-    np.testing.assert_allclose(scores[1], scores[0] * 1.25**2, rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(scores[1], scores[0] * 1.25**2, rtol=1e-4, atol=1e-4)
 
 
 def test_half_precision_is_rotated_in_float32():
@@ -173,4 +176,4 @@ def test_half_precision_is_rotated_in_float32():
     found = rope.rotate(x, turn)
     expected = rope.rotate(x.astype(jnp.float32), turn).astype(jnp.bfloat16)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+    chex.assert_trees_all_equal(found.astype(jnp.float32), expected.astype(jnp.float32))

@@ -5,6 +5,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import chex
 import ml_dtypes
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_weights_are_those_that_were_saved(tmp_path: Path, stored, target, shard
     found = read_all(write(tmp_path, LLAMA, weights, shards), target)
     assert found.keys() == weights.keys()
     for name, values in weights.items():
-        np.testing.assert_array_equal(found[name], values.astype(target), err_msg=name)
+        chex.assert_trees_all_equal(found[name], values.astype(target), custom_message=name)
 
 
 @pytest.mark.parametrize("raw", [GEMMA2, GEMMA3], ids=["gemma2", "gemma3"])
@@ -97,7 +98,7 @@ def test_norms_of_gemma_gain_the_one_that_their_files_leave_out(tmp_path: Path, 
         expected = values.astype(np.float32)
         if "norm" in name:
             expected, num_norms = 1 + expected, num_norms + 1
-        np.testing.assert_array_equal(found[name], expected, err_msg=name)
+        chex.assert_trees_all_equal(found[name], expected, custom_message=name)
     assert num_norms == 1 + 2 * (4 if raw is GEMMA2 else 6)
 
 
@@ -106,7 +107,7 @@ def test_a_target_may_be_any_view(tmp_path: Path):
     for tensor in open_checkpoint(write(tmp_path, LLAMA, weights)).tensors():
         target = np.zeros((*tensor.shape[::-1], 2), np.float32)
         tensor.read_into(target[..., 0].T)
-        np.testing.assert_array_equal(target[..., 0].T, weights[tensor.name])
+        chex.assert_trees_all_equal(target[..., 0].T, weights[tensor.name])
         assert not target[..., 1].any()
 
 
@@ -133,7 +134,7 @@ def test_the_text_model_of_a_gemma3_with_a_vision_tower_is_read(tmp_path: Path, 
     found = read_all(write(tmp_path / "outer", outer, stored))
     assert found.keys() == plain.keys()
     for name, values in plain.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
+        chex.assert_trees_all_equal(found[name], values, custom_message=name)
 
 
 def test_a_large_tensor_is_read_within_a_few_megabytes(tmp_path: Path):

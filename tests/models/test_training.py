@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def test_logits_without_a_cache_are_those_of_a_naive_decoder(config):
     tokens = np.random.default_rng(1).integers(0, V, (2, 30)).astype(np.int32)
     got = dense_logits(decoder, tokens)
     for row, own in zip(tokens, got, strict=True):
-        np.testing.assert_allclose(own, decode_naively(decoder, row.tolist()), atol=2e-5)
+        chex.assert_trees_all_close(
+            own, decode_naively(decoder, row.tolist()), rtol=1e-7, atol=2e-5
+        )
 
 
 def model():
@@ -53,7 +56,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     rest.run()
     assert first.losses + rest.losses == whole.losses
     for one, other in zip(rest.model.params, whole.model.params, strict=True):
-        np.testing.assert_array_equal(one, other)
+        chex.assert_trees_all_equal(one, other)
     assert whole.losses[-1] < 0.8 * whole.losses[0]
     assert abs(mean_loss(whole.model, TEXT, length=24) / whole.losses[-1] - 1) < 0.2
     with pytest.raises(ModelError, match="is at step 5, the run has 4"):
@@ -78,7 +81,7 @@ def test_a_state_is_of_the_types_that_it_was_made_of(state):
     assert trainer.restore(state)
     for one, other in zip(trainer.model.params, bfloat16(model()).params, strict=True):
         assert one.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(one, other)
+        chex.assert_trees_all_equal(one, other)
     with pytest.raises(ModelError, match=r"state: is the state of another model"):
         Trainer(model(), TEXT, CONFIG).restore(state)
 
@@ -130,7 +133,7 @@ def test_a_model_stays_as_it_was_while_a_copy_of_it_is_trained():
     trained = trainer.model
     trainer.run(4)
     for one, other in zip(start.params, before, strict=True):
-        np.testing.assert_array_equal(one, other)
+        chex.assert_trees_all_equal(one, other)
     assert all(np.isfinite(x).all() for x in trained.params)
 
 
@@ -145,7 +148,7 @@ def test_a_distilled_model_comes_near_its_teacher():
 
 def test_batches_depend_on_seed_and_step_alone():
     one, same, other = (draw_batch(TEXT, CONFIG, step) for step in (3, 3, 4))
-    np.testing.assert_array_equal(one, same)
+    chex.assert_trees_all_equal(one, same)
     assert one.shape == (4, 25) and not np.array_equal(one, other)
     assert not np.array_equal(one, draw_batch(TEXT, replace(CONFIG, seed=1), 3))
 

@@ -203,8 +203,8 @@ def test_under_pressure_the_docs_say_where_exact_hits_are_fewer(capacity, page, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", workloads.WORKLOADS)
-def test_they_are_so_on_each_workload_and_close_to_the_optimum_where_it_fits(name, shared):
-    trace = shared / "traces" / "conversation_trace.jsonl"
+def test_they_are_so_on_each_workload_and_close_to_the_optimum_where_it_fits(name, data):
+    trace = data / "conversation_trace.jsonl"
     made, capacity = workloads.stream(name, trace)
     requests = list(pack_requests(made))
     rows = {c: measure_reuse(requests, c, capacity=capacity) for c in ("token", "page", "hash")}
@@ -276,8 +276,8 @@ def test_a_traces_blocks_are_shared_and_its_answers_are_not():
     assert found.hit_tokens == 512
 
 
-def test_on_the_real_trace_an_endless_cache_finds_what_its_blocks_share(shared):
-    trace = read_trace(shared / "traces" / "conversation_trace.jsonl")[:1_500]
+def test_on_the_real_trace_an_endless_cache_finds_what_its_blocks_share(data):
+    trace = read_trace(data / "conversation_trace.jsonl")
     seen: set[int] = set()
     shared_tokens = 0
     for request in trace:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ from jaxkv.cli import console
 from jaxkv.replay import workloads
 from scripts.bench import host as bench_host
 from tests.cli.test_console import run_scripts
+from tests.scripts import peers_workloads
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 FIELDS = {
     "system", "page", "workload", "window", "requests", "prompt_tokens", "hit_tokens", "hit_rate",
     "host_cpu_s", "cpu_us_per_req", "cpu_op_us", "host_s", "wall_s", "us_per_req", "per_op_us",
@@ -82,7 +81,6 @@ def test_without_json_the_rows_are_for_people(run):
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        (["--workload", "W4"], "W4 needs --trace"),
         (["--workload", "W9"], "invalid choice: 'W9'"),
         (["--page", "0"], "--page must be at least 1"),
         (["--workload", "W5", "--leaves", "0"], "--leaves must be at least 1"),
@@ -111,20 +109,13 @@ def test_a_trace_of_hashed_blocks_is_expanded_and_what_is_too_long_is_left_out(r
     assert json.loads(out)["hit_tokens"] == 128
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored")  # the driver leaves its trace open
-@pytest.mark.parametrize("name", ["W1", "W1g", "W2", "W3", "W4"])
-def test_requests_are_those_of_the_shared_driver(name, monkeypatch):
+@pytest.mark.parametrize("name", peers_workloads.CAPACITIES)
+def test_requests_are_those_that_the_peers_were_given(name, data):
     """So that our rows and those of other systems are of the same work."""
-    if not (SHARED / "bench" / "host_workloads.py").exists():
-        pytest.skip("the shared driver, ../shared/bench/host_workloads.py, is not here")
-    monkeypatch.syspath_prepend(str(SHARED / "bench"))
-    import host_workloads  # pyright: ignore[reportMissingImports]
-
-    make, capacity = host_workloads.WORKLOADS[name]
-    requests, ours = workloads.stream(name, SHARED / "traces" / "conversation_trace.jsonl")
-    assert ours == capacity
-    for mine, theirs in zip(itertools.islice(requests, 120), make(), strict=False):
-        assert mine == theirs
+    requests, capacity = workloads.stream(name, data / "conversation_trace.jsonl")
+    assert capacity == peers_workloads.CAPACITIES[name]
+    theirs = peers_workloads.requests(name, data / "conversation_trace.jsonl")
+    assert list(itertools.islice(requests, 120)) == list(itertools.islice(theirs, 120))
 
 
 def test_random_tokens_do_not_depend_on_how_many_are_drawn_at_once():

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import chex
 import pytest
 
 from jaxkv.cli import console, decode
@@ -301,7 +301,7 @@ def test_a_model_with_fewer_heads_is_trained_written_and_read(tmp_path, capsys, 
     assert console.run(uptrain.main, uptrain_argv(model, text, out, "--fraction", "0.2")) == 0
     again = load_model(str(out)).model
     for one, other in zip(new.model.params, again.params, strict=True):
-        np.testing.assert_array_equal(one, other)
+        chex.assert_trees_all_equal(one, other)
 
 
 def refusal(capsys, main, argv: list[str]) -> str:

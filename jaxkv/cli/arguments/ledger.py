@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxkv.errors import UsageError
+from jaxkv.errors import JaxkvError, UsageError
 from jaxkv.ledger import LedgerError, Model, load_config, preset
 
 UNITS = ("GiB", "GB", "MiB", "MB", "TiB", "TB")
 
 
 def argument[T](read: Callable[[str], T]) -> Callable[[str], T]:
-    """A type for argparse from a function that raises LedgerError."""
+    """A type for argparse from a function that raises JaxkvError."""
 
     def parse(text: str) -> T:
         try:
             return read(text)
-        except ValueError as error:
+        except JaxkvError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse

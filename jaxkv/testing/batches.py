@@ -1,9 +1,9 @@
 """Ragged batches of random queries, keys and values, where they lie in pages, and a naive answer.
 
-`Batch` is the question alone; `place` puts it into pages in the worst way that the contract allows:
-physical pages in random order, NaN in every slot that no live token fills, garbage in every table
-entry that no query needs. `naive_attention` answers from the batch, one row and head at a time in
-float64, and so shares nothing with the code under test. Not here: any property (the suites).
+`place` writes a `Batch` into pages in the worst way that the contract allows: physical pages are in
+random order, each slot that no live token fills holds NaN, and each table entry that no query needs
+holds garbage. `naive_attention` answers from the batch, one row and head at a time in float64, and
+so shares nothing with the code that is checked.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import strategies as st
+from jax.typing import DTypeLike
 
-from pallas_kernels import Layout, Pages
-from tests.kernels.layouts import stored
+from jaxkv.testing.layouts import stored
+from pallas_kernels import KeyPart, Layout, Pages
+from pallas_kernels.pages import LAYOUTS
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
@@ -64,7 +65,7 @@ def random_batch(
     T: int,
     heads: tuple[int, int] = (4, 2),
     D: int = 16,
-    dtypes: tuple[jnp.dtype, jnp.dtype] = (jnp.float32, jnp.float32),
+    dtypes: tuple[DTypeLike, DTypeLike] = (jnp.float32, jnp.float32),
     seed: int = 0,
 ) -> Batch:
     """Normal random numbers; `heads` is (H, K), `dtypes` that of q and that of K and V."""
@@ -91,7 +92,7 @@ def place(
     *,
     P: int = 16,
     M: int = 20,
-    layout: Layout = "token_major",
+    layout: Layout = LAYOUTS[0],
     window: int | None = None,
     seed: int = 0,
 ) -> Placed:
@@ -129,18 +130,22 @@ def naive_attention(
     window: int | None = None,
     sinks: np.ndarray | None = None,
     soft_cap: float | None = None,
+    keys: KeyPart | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Out `[T, H, D]` and lse `[T, H]`, in float64."""
+    """Returns out `[T, H, D]` and lse `[T, H]` in float64; see `ragged_paged_attention`."""
     T, H, D = batch.q.shape
     out, lse = np.zeros((T, H, D)), np.full((T, H), -np.inf)
     for b, n in enumerate(batch.q_lens):
-        keys, values = (x[b].astype(np.float64) for x in (batch.keys, batch.values))
-        S, K, _ = keys.shape
+        k, v = (x[b].astype(np.float64) for x in (batch.keys, batch.values))
+        S, K, _ = k.shape
         for i in range(n):
             row, end = batch.query_starts[b] + i, max(S - n + i + 1, 0)
             first = 0 if window is None else max(end - window, 0)
+            if keys is not None:
+                low, high = _part(keys, end - 1)
+                first, end = max(first, low), max(first, low, min(end, high))
             for h in range(H):
-                logits = scale * keys[first:end, h // (H // K)] @ batch.q[row, h].astype(np.float64)
+                logits = scale * k[first:end, h // (H // K)] @ batch.q[row, h].astype(np.float64)
                 if soft_cap is not None:
                     logits = soft_cap * np.tanh(logits / soft_cap)
                 extra = [] if sinks is None else [sinks[h]]
@@ -148,19 +153,12 @@ def naive_attention(
                 if every.size and every.max() > -np.inf:
                     lse[row, h] = every.max() + np.log(np.exp(every - every.max()).sum())
                     weights = np.exp(logits - lse[row, h])
-                    out[row, h] = weights @ values[first:end, h // (H // K)]
+                    out[row, h] = weights @ v[first:end, h // (H // K)]
     return out, lse
 
 
-@st.composite
-def lengths(
-    draw: st.DrawFn, B: int, T: int, edges: Sequence[int], longest_query: int
-) -> tuple[list[int], list[int]]:
-    """Cached tokens and queries of B sequences: up to `max(edges)` and T in all, often an edge."""
-    kv_lens = draw(
-        st.lists(st.sampled_from(edges) | st.integers(0, max(edges)), min_size=B, max_size=B)
-    )
-    q_lens = []
-    for _ in range(B):
-        q_lens.append(draw(st.integers(0, min(longest_query, T - sum(q_lens)))))
-    return kv_lens, q_lens
+def _part(keys: KeyPart, position: int) -> tuple[int, int]:
+    """The keys `[low, high)` of a part, for the query at a position."""
+    cut = max(keys.first, (position - keys.recent + 1) // keys.page_size * keys.page_size)
+    ends = {"first": (0, keys.first), "middle": (keys.first, cut), "recent": (cut, position + 1)}
+    return ends[keys.part]

@@ -1,18 +1,21 @@
-"""What may change around a row of attention without changing one bit of it.
+"""What may change around a row of attention without changing one bit of it: a pytest class.
 
-A row's bits depend on its query and its keys alone: not on the batch around it, nor on padding, on
-where its pages lie, on their size, on the table's width, nor on whether it comes as a decoded token
-or in the middle of a prefill. For backends that keep that rule, under the `row_options` that have
-them keep it. Not here: what the values are (`attention_suite`).
+The bits of a row depend only on its query and its keys. They do not depend on the batch around it,
+on padding, on where its pages lie, on their size, on the width of the table, or on whether the row
+is a decoded token or in the middle of a prefill. The class is for backends that keep this rule when
+they are given `row_options`.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+import chex
 import numpy as np
 import pytest
 
-from tests.kernels.attention_suite import LENGTHS, MIXED, SINKS, AttentionSuite
-from tests.kernels.batches import Batch
+from jaxkv.testing.attention import LENGTHS, MIXED, SINKS
+from jaxkv.testing.attention_suite import AttentionSuite
+from jaxkv.testing.batches import Batch
 
 PLAIN = {}
 RICH = dict(window=37, sinks=SINKS, soft_cap=1.5)
@@ -21,9 +24,9 @@ EVERY_OPTION = pytest.mark.parametrize(
 )
 
 
-def assert_same_bits(got: tuple[np.ndarray, np.ndarray], want: tuple[np.ndarray, np.ndarray]):
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+def assert_same_bits(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> None:
+    views = [[array.view(np.uint32) for array in pair] for pair in (got, want)]
+    chex.assert_trees_all_equal(*views)
 
 
 class BitsSuite(AttentionSuite):
