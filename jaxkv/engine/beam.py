@@ -1,7 +1,7 @@
-"""Beam search over an engine: the likeliest whole answers, found a token at a time.
+"""Beam search over an engine: the most likely whole answers, extended by one token at a time.
 
-A beam that goes on in two ways is forked: both share its pages, and copy one on the first write.
-Other requests may run on the same engine meanwhile; they advance with it.
+A beam that continues in two ways is forked. The forks share its pages, and each copies the last one
+before it writes to it. Other requests may run on the same engine at the same time.
 """
 
 from collections.abc import Collection
@@ -33,7 +33,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class _Live:
-    """An unfinished hypothesis, and the request that computes what comes next."""
+    """An unfinished hypothesis, and the request that computes its next token."""
 
     beam: Beam
     completion: Completion
@@ -44,11 +44,15 @@ def beam_search(
 ) -> list[Beam]:
     """Finds likely answers to a prompt.
 
+    Example:
+      >>> best, *others = beam_search(engine, Request(prompt=[1, 2, 3], max_new_tokens=16))
+      >>> best.tokens, best.logprob
+
     Args:
-      engine: serves at least `width` sequences at once, or beams wait for each other.
-      request: greedy, with `max_new_tokens` and `stop_ids`; its `n` and logprobs are not looked at.
-      width: hypotheses that are kept at each length.
-      length_penalty: 0 ranks by probability, 1 by probability a token.
+      engine: if it runs fewer than `width` sequences at once, beams wait for each other.
+      request: greedy, with `max_new_tokens` and `stop_ids`; its `n` and logprobs are ignored.
+      width: number of hypotheses that are kept at each length.
+      length_penalty: 0 ranks by probability, 1 by probability per token.
 
     Returns:
       At most `width` hypotheses, best first.
@@ -100,7 +104,7 @@ def _grow(live: list[_Live], stop_ids: Collection[int]) -> list[tuple[Beam, _Liv
 
 
 def _branch(engine: Engine, live: list[_Live], kept: list[tuple[Beam, _Live]]) -> list[_Live]:
-    """Lets the kept beams go on: a request's first beam in its place, further ones in forks."""
+    """Continues the kept beams: the first beam of a request in its place, further ones in forks."""
     first: dict[int, Beam] = {}
     branches = []
     for beam, origin in kept:

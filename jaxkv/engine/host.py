@@ -1,8 +1,4 @@
-"""The host side of a cache: who holds which page, which prefixes are known, the page tables.
-
-One object a cache, put together from a spec and a config. Not here: what any of it does
-(`jaxkv.prefix`), nor who asks for it (`scheduler`).
-"""
+"""The host side of a cache: page pools, prefix index and page tables, made from spec and config."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +19,14 @@ from jaxkv.prefix import (
 
 @dataclass(frozen=True)
 class HostSide:
-    """Attributes:
-    pools: page pool of each layer group.
-    index: of cached prefixes; None where the config switches it off.
-    pins: prefixes that stay in it; None as well.
-    tables: a row of pages for each running sequence.
-    dropper: drops tokens of rows.
+    """The parts of `jaxkv.prefix` that one engine uses.
+
+    Attributes:
+      pools: the page pool of each layer group.
+      index: the index of cached prefixes; None if the config switches it off.
+      pins: prefixes that stay in the index; None without an index.
+      tables: a row of pages for each running sequence.
+      dropper: drops tokens of rows.
     """
 
     pools: list[PagePool]
@@ -45,13 +43,13 @@ class HostSide:
         max_length: int,
         page_events: Callable[[Event], None] | None,
     ) -> "HostSide":
-        """Books in which all pages are free.
+        """Makes the parts; all pages are free.
 
         Args:
           spec: of the cache.
           config: sizes and choices.
           max_length: tokens of the longest sequence.
-          page_events: called with each page that the index stores or lets go.
+          page_events: called with each page that the index stores or removes.
         """
         P, compression = spec.page_size, config.compression
         lookback = 0 if compression is None else compression.lookback
@@ -59,7 +57,7 @@ class HostSide:
             make_pool(n, group.window, null=group.head * n)
             for n, group in zip(spec.num_pages, spec.groups, strict=True)
         ]
-        # Where methods look at queries once more, windows keep what these see.
+        # If a method observes queries again, windows keep the tokens that these queries see.
         windows = [
             group.window if group.window is None else group.window + lookback
             for group in spec.groups
