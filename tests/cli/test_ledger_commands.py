@@ -100,7 +100,7 @@ def test_csv_has_the_same_rows_and_a_table_the_unit_in_its_head(run):
 def test_memory_and_bandwidth_add_what_fits_and_how_fast(run):
     arguments = ["--context", "4k", "--memory", "80GB", "--bandwidth", "3.35TB"]
     _, out, _ = run(ledger, *arguments, "--flops", "400T")
-    assert "| longest context | largest batch | ms per step | flops per byte |" in out
+    assert (
         "| longest context | largest batch | ms per step | flops per byte | prefill, Tflop |" in out
     )
     arguments += ["--flops", "400T", "--json"]
