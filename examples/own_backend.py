@@ -11,10 +11,10 @@ def attention(q, pages, page_table, ragged, sinks, options):
     """Every row gathers all pages of its sequence, and computes one softmax."""
     (T, H, D), K, P = q.shape, pages.num_kv_heads, pages.page_size
     sequence, position = ragged.rows(T)
-    slot = jnp.arange(page_table.shape[1] * P)
+    slot = jnp.arange(page_table.shape[1] * P)[None]
     low, high = options.bounds(position)  # window and causal mask: the keys that each row sees
     seen = (slot >= low[:, None]) & (slot < high[:, None])  # [T, S]
-    page, offset = page_table[sequence][:, slot // P], jnp.tile(slot % P, (T, 1))
+    page, offset = page_table[sequence][:, slot[0] // P], jnp.tile(slot % P, (T, 1))
     k, v = (pages.read(i, page, offset).astype(jnp.float32) for i in (0, 1))  # [T, K, S, D]
     v = jnp.where(seen[:, None, :, None], v, 0.0)  # a slot that is not seen may hold NaN
     grouped = options.scale * q.astype(jnp.float32).reshape(T, K, H // K, D)
