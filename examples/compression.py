@@ -9,7 +9,7 @@ for compression in (None, Compression(method="snapkv", budget="50%")):
     with LLM("smollm2-135m", max_sequences=1, max_length=512, compression=compression) as llm:
         answer = llm.generate(prompt, max_new_tokens=12)
         spec = llm.engine.spec
-    name = "all tokens kept" if compression is None else compression.name
+    name = "all tokens kept" if compression is None else str(compression)
     left = answer.prompt_tokens + len(answer.tokens) - round(answer.dropped_tokens)
     print(f"{name}: {answer.text.strip()!r}")
     print(

@@ -3,6 +3,7 @@
 from pallas_kernels.attention import KeyPart as KeyPart
 from pallas_kernels.attention import SharedPrefixes as SharedPrefixes
 from pallas_kernels.attention import ragged_paged_attention as ragged_paged_attention
+from pallas_kernels.dispatch import Backend as Backend
 from pallas_kernels.online_softmax import merge_partials as merge_partials
 from pallas_kernels.page_write import copy_pages as copy_pages
 from pallas_kernels.page_write import seal_pages as seal_pages

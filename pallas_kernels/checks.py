@@ -1,4 +1,4 @@
-"""Checks of arguments that the operations share; each message names the dimension at fault."""
+"""Checks of arguments that the operations share; each message names the wrong dimension."""
 
 import math
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.pages import LAYOUTS, Pages, by_layout, numbers_shape, pool_shape
+from pallas_kernels.pages import LAYOUTS, Pages, numbers_shape, pool_shape
 from pallas_kernels.quantised_pages import (
     CHANNEL_GROUP,
     AffinePages,
@@ -37,7 +37,7 @@ def require_array(name: str, x: object) -> None:
 
 
 def check_pages(pages: AnyPages) -> None:
-    """Raises ValueError where the page arrays have a shape, dtype or size that no backend takes."""
+    """Raises ValueError if the page arrays have a shape, dtype or size that no backend takes."""
     is_pages = isinstance(pages, AnyPages)
     require(is_pages, f"pages must be Pages of some type, got {type(pages).__name__}")
     require(pages.layout in LAYOUTS, f"layout must be one of {LAYOUTS}, got {pages.layout!r}")
@@ -87,28 +87,27 @@ def check_pages(pages: AnyPages) -> None:
 
 
 def _doubled(pages: TokenPages) -> tuple[int, str]:
-    """What K and V share in `kv`, with its name."""
+    """Returns the size of the axis, or of the row, that K and V share in `kv`, and its name."""
     shape = pages.kv.shape
     if pages.layout == "paired":
         return shape[2] * shape[4], "a row, 2D,"
-    return shape[2 if pages.layout == "token_major" else 1], "the 2K axis"
+    return shape[1], "the 2K axis"
 
 
 def _per_token(pages: SymmetricPages | AffinePages) -> tuple[int, ...]:
-    """Shape of what has a number a token and head."""
+    """Returns the shape of an array with one number per token and head."""
     return numbers_shape(pages.layout, pages.num_pages, pages.page_size, 2 * pages.num_kv_heads)
 
 
 def _check_channel_pages(pages: ChannelPages) -> None:
     N, P, K, D = pages.num_pages, pages.page_size, pages.num_kv_heads, pages.head_dim
-    middle = by_layout(pages.layout, P, K)
     for name, bits in (("k", pages.k_bits), ("v", pages.v_bits)):
         require(bits in (2, 4), f"{name}_bits must be 2 or 4, got {bits}")
         require(D * bits % 8 == 0, f"D = {D}: a token's codes of {bits} bits must fill bytes")
-        _require_shape(name, getattr(pages, name), (N, *middle, D * bits // 8), jnp.uint8)
+        _require_shape(name, getattr(pages, name), (N, K, P, D * bits // 8), jnp.uint8)
     groups = D // math.gcd(D, CHANNEL_GROUP)
     _require_shape("k_parameters", pages.k_parameters, (N, K, 2, D), jnp.float16)
-    _require_shape("v_parameters", pages.v_parameters, (N, *middle, 2 * groups), jnp.float16)
+    _require_shape("v_parameters", pages.v_parameters, (N, K, P, 2 * groups), jnp.float16)
 
 
 def _require_shape(name: str, array: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> None:

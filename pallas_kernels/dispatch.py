@@ -1,11 +1,13 @@
-"""Which backend runs an operation: a named one or an error, and for None the best that is here.
+"""Backends of an operation, and the choice of the one that runs a call.
 
-Not here: the backends themselves, nor any fallback behind a caller's back: where None passes over
-the platform's best, the log says so.
+Each operation has one tuple of backends, in order of preference. A named backend runs or raises an
+error with the reason. Without a name, the first backend for the platform that takes the arguments
+runs, and the log has a line for each better one that refused them.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,36 +15,76 @@ import jax
 logger = logging.getLogger(__name__)
 
 
+def _takes_everything(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One implementation of an operation.
+
+    A backend is hashable, so it may be a static argument of a jitted function.
+
+    Attributes:
+      name: its name, which callers and messages use.
+      run: the implementation. Its signature is that of the operation's other backends, for example
+        `pallas_kernels.attention.reference.ragged_paged_attention`.
+      refusal: is called with the arguments of `run` before anything is compiled. It returns the
+        reason why the backend does not take them, or None if it does.
+      platforms: the JAX platforms (`cpu`, `gpu`, `tpu`) on which the backend may run a call that
+        names no backend. A call that names the backend runs it on any platform.
+
+    Example:
+      `Backend(name="mine", run=my_attention)`, which is then an argument of the operation:
+      `ragged_paged_attention(..., backend=mine)`.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    refusal: Callable[..., str | None] = _takes_everything
+    platforms: tuple[str, ...] = ()
+
+
 def choose(
     operation: str,
-    backends: Mapping[str, Callable[..., Any]],
-    preference: Mapping[str, Sequence[str]],
-    backend: str | None,
-    refusals: Mapping[str, str | None] | None = None,
-) -> Callable[..., Any]:
-    """Picks the implementation of `operation`.
+    backends: Sequence[Backend],
+    backend: str | Backend | None,
+    arguments: tuple[Any, ...],
+) -> Backend:
+    """Chooses the backend that runs a call.
 
     Args:
-      operation: its name, for messages.
-      backends: implementations by name.
-      preference: for each JAX platform (`cpu`, `gpu`, `tpu`), backend names, best first; the
-        first that is in `backends` and takes the arguments wins.
-      backend: a name, or None for the platform's best.
-      refusals: by backend, why it does not take the arguments; None where it does.
+      operation: name of the operation, for messages.
+      backends: the operation's backends, the preferred ones first.
+      backend: a name, a backend that need not be in `backends`, or None for the platform's best.
+      arguments: what `Backend.run` is going to be called with.
+
+    Returns:
+      The backend, which takes the arguments.
 
     Raises:
-      ValueError: `backend` is not one of `backends`, or does not take the arguments.
+      ValueError: no backend has that name, or the backend does not take the arguments.
     """
-    refusals = refusals or {}
     if backend is not None:
-        if not isinstance(backend, str) or backend not in backends:
-            raise ValueError(f"{operation}: no backend {backend!r}; there are {sorted(backends)}")
-        if reason := refusals.get(backend):
-            raise ValueError(f"{operation}: {backend} does not take this: {reason}")
-        return backends[backend]
-    present = [name for name in preference[jax.default_backend()] if name in backends]
-    for name in present:
-        if not (reason := refusals.get(name)):
-            return backends[name]
-        logger.warning("%s: not by %s: %s", operation, name, reason)
-    raise ValueError(f"{operation}: none of {present} takes this")
+        named = _find(operation, backends, backend)
+        if reason := named.refusal(*arguments):
+            raise ValueError(f"{operation}: {named.name} does not take this: {reason}")
+        return named
+    platform = jax.default_backend()
+    candidates = [candidate for candidate in backends if platform in candidate.platforms]
+    for candidate in candidates:
+        if not (reason := candidate.refusal(*arguments)):
+            return candidate
+        logger.warning("%s: not by %s: %s", operation, candidate.name, reason)
+    names = [candidate.name for candidate in candidates]
+    raise ValueError(f"{operation}: none of {names} takes this")
+
+
+def _find(operation: str, backends: Sequence[Backend], backend: str | Backend) -> Backend:
+    if isinstance(backend, Backend):
+        return backend
+    for candidate in backends:
+        if candidate.name == backend:
+            return candidate
+    names = sorted(candidate.name for candidate in backends)
+    raise ValueError(f"{operation}: no backend {backend!r}; there are {names}")

@@ -1,8 +1,8 @@
 """Softmax in parts: attention over disjoint sets of keys, merged exactly.
 
-A part is its normalised output and the log of its sum of exponentials (natural log). An empty part
-has output 0 and lse -inf, and is the identity of the merge. Source: Milakov and Gimelshein,
-arXiv 1805.02867; Rabe and Staats, arXiv 2112.05682.
+A part has a normalised output and the natural logarithm of its sum of exponentials (lse). An empty
+part has output 0 and lse -inf; merging it changes nothing. Source: Milakov and Gimelshein, arXiv
+1805.02867; Rabe and Staats, arXiv 2112.05682.
 """
 
 import jax
@@ -12,7 +12,7 @@ from pallas_kernels.checks import require
 
 
 def finite_or_zero(x: jax.Array) -> jax.Array:
-    """Replaces -inf by 0, so that `exp(-inf - x)` is 0 and never NaN where a row has no key yet."""
+    """Replaces -inf by 0, so that `exp(-inf - x)` is 0 and not NaN if a row has no key yet."""
     return jnp.where(jnp.isneginf(x), 0.0, x)
 
 
@@ -23,16 +23,16 @@ def merge_partials(
 
     Args:
       out_a: `[..., D]` normalised output over the first set.
-      lse_a: `[...]` float32, natural log of its sum of exponentials; -inf where it is empty.
+      lse_a: `[...]` float32, natural logarithm of its sum of exponentials; -inf if it is empty.
       out_b: like `out_a`, over the second set.
       lse_b: like `lse_a`.
 
     Returns:
-      `(out, lse)`: `[..., D]` in `out_a`'s dtype and `[...]` float32; 0 and -inf where both are
-      empty. A sink must have been given to one of the two calls only.
+      `(out, lse)`: `[..., D]` in `out_a`'s dtype and `[...]` float32; 0 and -inf if both are empty.
+      Only one of the two calls may have had the sinks.
 
     Raises:
-      ValueError: the shapes do not fit each other.
+      ValueError: the shapes do not match.
     """
     require(out_b.shape == out_a.shape, f"out_b is {out_b.shape}, out_a {out_a.shape}")
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):

@@ -10,6 +10,7 @@ from jaxkv.attention.api import update_and_attend as update_and_attend
 from jaxkv.attention.layer import AttentionBackend as AttentionBackend
 from jaxkv.attention.layer import QueryAt as QueryAt
 from jaxkv.attention.step import StepInputs as StepInputs
+from pallas_kernels import Backend as Backend
 from pallas_kernels.attention.api import BACKENDS
 
-BACKEND_NAMES = tuple(sorted(BACKENDS))
+BACKEND_NAMES = tuple(sorted(backend.name for backend in BACKENDS))

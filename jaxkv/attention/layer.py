@@ -13,7 +13,7 @@ import jax
 
 from jaxkv.attention.step import StepInputs
 from jaxkv.cache import KVCache, write
-from pallas_kernels import AnyPages, ragged_paged_attention
+from pallas_kernels import AnyPages, Backend, ragged_paged_attention
 from pallas_kernels.attention.options import AttentionOptions
 
 QueryAt = Callable[[jax.Array], jax.Array]
@@ -24,12 +24,13 @@ class AttentionBackend:
     """How attention is run; a static choice that never changes what is computed.
 
     Attributes:
-      name: a backend of `pallas_kernels.ragged_paged_attention`, or None for the platform's best.
+      name: name of a backend of `pallas_kernels.ragged_paged_attention`, a `Backend` of your own,
+        or None for the best one of the platform.
       query_tile: number of query rows that a backend works on together. A fixed number of 64 or
         more gives bits that do not depend on the rest of the batch; None lets the backend choose.
     """
 
-    name: str | None = None
+    name: str | Backend | None = None
     query_tile: int | None = None
 
 
@@ -52,7 +53,7 @@ class Queries:
     at: QueryAt | None
     step: StepInputs
     options: AttentionOptions
-    backend: str | None
+    backend: str | Backend | None
 
     def map(self, change: Callable[[jax.Array], jax.Array]) -> "Queries":
         """The same with each `[T, H, D]` changed."""

@@ -50,7 +50,9 @@ class StepInputs:
             step = StepInputs.of(tokens, seq_lens, query_starts, jnp.array([[5, 2], [7, 0]]))
 
         Args:
-          tokens, seq_lens, query_starts: see `StepInputs`.
+          tokens: see `StepInputs`.
+          seq_lens: see `StepInputs`.
+          query_starts: see `StepInputs`.
           *page_tables: `[B, M]` int32 for each layer group.
         """
         kv_lens = jnp.broadcast_to(seq_lens, (len(page_tables), *seq_lens.shape))

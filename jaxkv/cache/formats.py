@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv.kv_format import Exact, FormatSpec, channel_groups, code_bytes, parse_format
 from pallas_kernels import AffinePages, AnyPages, ChannelPages, Layout, Pages, SymmetricPages
-from pallas_kernels.pages import by_layout, numbers_shape, pool_shape
+from pallas_kernels.pages import numbers_shape, pool_shape
 
 
 @runtime_checkable
@@ -175,7 +175,7 @@ class KiviFormat(PackageFormat):
     def init_pages(
         self, num_pages: int, page_size: int, kv_heads: int, head_dim: int, layout: Layout
     ) -> ChannelPages:
-        spec, shape = self.spec, (num_pages, *by_layout(layout, page_size, kv_heads))
+        spec, shape = self.spec, (num_pages, kv_heads, page_size)
         has_sinks = spec.exact is not None and spec.exact.sink_pages > 0
         return ChannelPages(
             k=jnp.zeros((*shape, code_bytes(head_dim, spec.k_bits)), spec.dtype),

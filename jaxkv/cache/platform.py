@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.gpus import not_hopper
+from pallas_kernels.chips import not_hopper
 from pallas_kernels.pages import Layout
 
 # Where a kernel reads K and V, D is stored as a multiple of this number: half the lanes of a TPU's

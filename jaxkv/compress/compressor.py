@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.attention import AttentionBackend
+from jaxkv.attention import AttentionBackend, Backend
 from jaxkv.cache import KVCache
 from jaxkv.compress import device
 from jaxkv.compress.budget import Budget
@@ -45,7 +45,7 @@ class Compressor:
         cache: KVCache,
         method: ScoreMethod,
         *,
-        backend: str | None = None,
+        backend: str | Backend | None = None,
     ):
         """Compiles nothing yet.
 
@@ -53,7 +53,7 @@ class Compressor:
           model: the decoder.
           cache: any cache of the kind that tokens are dropped from; it is not kept.
           method: scores and chooses tokens.
-          backend: of attention.
+          backend: the attention backend, see `jaxkv.attention.AttentionBackend`.
         """
         full = tuple(i for i, layer in enumerate(cache.spec.layers) if layer.window is None)
         self.method = method

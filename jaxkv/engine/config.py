@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxkv.attention import BACKEND_NAMES
+from jaxkv.attention import BACKEND_NAMES, Backend
 from jaxkv.cache import KVFormat, KVRanges, check_choice
 from jaxkv.compress import Compression
 from jaxkv.engine.sampling import Sampler, draw
@@ -39,7 +39,8 @@ class EngineConfig:
       deterministic: the logits of a sequence have the same bits whatever else is in the batch,
         however its prompt is cut into chunks and, except for kivi formats, whatever the page size.
         It is slower: small steps are padded, and no step has more than 64 tokens.
-      backend: name of the attention backend; None takes the fastest one of the platform.
+      backend: name of the attention backend, or a `jaxkv.attention.Backend` of your own; None takes
+        the fastest one of the platform.
       sampler: a pure function that draws the next tokens inside the jitted step, see
         `jaxkv.engine.Sampler`. It is compiled into each step and must compute each row only from
         that row, or a batch could change an answer.
@@ -64,7 +65,7 @@ class EngineConfig:
     kv_ranges: KVRanges | None = None
     compression: Compression | None = None
     deterministic: bool = False
-    backend: str | None = None
+    backend: str | Backend | None = None
     sampler: Sampler = draw
     prefix_cache: bool = True
     eviction: str | EvictionPolicy = "lru"
@@ -84,8 +85,10 @@ class EngineConfig:
             raise UsageError(
                 f"page_size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}, got {self.page_size}"
             )
-        if self.backend is not None and self.backend not in BACKEND_NAMES:
-            raise UsageError(f"backend must be None or of {BACKEND_NAMES}, got {self.backend!r}")
+        if not isinstance(self.backend, Backend) and self.backend not in (None, *BACKEND_NAMES):
+            raise UsageError(
+                f"backend must be None, a Backend or of {BACKEND_NAMES}, got {self.backend!r}"
+            )
         if not callable(self.sampler):
             raise UsageError(f"sampler must be a function, got {self.sampler!r}")
         is_policy = isinstance(self.eviction, EvictionPolicy) and not isinstance(

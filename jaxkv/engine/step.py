@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.attention import AttentionBackend, StepInputs
+from jaxkv.attention import AttentionBackend, Backend, StepInputs
 from jaxkv.cache import KVCache, copy_pages
 from jaxkv.compress import ScoreMethod
 from jaxkv.compress.compressor import Compressor
@@ -42,7 +42,7 @@ class StepResult:
 class StepChoices(NamedTuple):
     """What is compiled into a step besides the model; see `EngineConfig`."""
 
-    backend: str | None = None
+    backend: str | Backend | None = None
     deterministic: bool = False
     sampler: Sampler = draw
 

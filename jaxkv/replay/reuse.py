@@ -161,7 +161,11 @@ def measure_reuse(
     """Replays requests and adds up their turns.
 
     Args:
-      requests, cache, capacity, page_size, eviction: see `turns`.
+      requests: what is asked, see `turns`.
+      cache: name of the cache, see `turns`.
+      capacity: tokens that the cache holds.
+      page_size: P.
+      eviction: name of the eviction policy.
       model: the model whose multiply-adds are counted, if any.
       on_request: called after each request.
 

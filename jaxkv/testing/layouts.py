@@ -7,8 +7,6 @@ from pallas_kernels import Layout
 
 def stored(kv: np.ndarray, layout: Layout) -> np.ndarray:
     """`[..., P, 2K, D]`, K and V of a head by turns, as pages of a layout have it."""
-    if layout == "token_major":
-        return kv
     if layout == "head_major":
         return kv.swapaxes(-3, -2)
     rows = np.concatenate([kv[..., 0::2, :], kv[..., 1::2, :]], axis=-1)  # [..., P, K, 2D]
@@ -18,8 +16,6 @@ def stored(kv: np.ndarray, layout: Layout) -> np.ndarray:
 
 def by_tokens(array: np.ndarray, layout: Layout) -> np.ndarray:
     """Undoes `stored`."""
-    if layout == "token_major":
-        return array
     if layout == "head_major":
         return array.swapaxes(-3, -2)
     pieces = np.moveaxis(array, -2, -4)  # [..., P, K, X, L]

@@ -1,6 +1,6 @@
-"""Ragged paged attention: the public call, its checks, and the choice of a backend.
+"""Ragged paged attention: the public call, its checks, and the list of backends.
 
-Not here: any arithmetic (see `reference` for what is computed, `xla` for how it is made fast).
+`reference` says what is computed; `xla`, `mosaic_gpu` and `mosaic_tpu` say how it is made fast.
 """
 
 import math
@@ -14,15 +14,26 @@ from pallas_kernels.attention import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.attention.options import AttentionOptions, KeyPart
 from pallas_kernels.attention.ragged import Ragged, SharedPrefixes
 from pallas_kernels.checks import FLOATS, check_pages, require, require_array
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantised_pages import AnyPages
 
-BACKENDS = {
-    "reference": reference.ragged_paged_attention,
-    "xla": xla.ragged_paged_attention,
-    "mosaic_gpu": mosaic_gpu.ragged_paged_attention,
-    "mosaic_tpu": mosaic_tpu.ragged_paged_attention,
-}
-PREFERENCE = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
+# In order of preference: the first one for the platform that takes the arguments runs.
+BACKENDS = (
+    Backend(
+        name="mosaic_gpu",
+        run=mosaic_gpu.ragged_paged_attention,
+        refusal=mosaic_gpu.refusal,
+        platforms=("gpu",),
+    ),
+    Backend(
+        name="mosaic_tpu",
+        run=mosaic_tpu.ragged_paged_attention,
+        refusal=mosaic_tpu.refusal,
+        platforms=("tpu",),
+    ),
+    Backend(name="xla", run=xla.ragged_paged_attention, platforms=("cpu", "gpu", "tpu")),
+    Backend(name="reference", run=reference.ragged_paged_attention),
+)
 
 
 def ragged_paged_attention(
@@ -40,47 +51,56 @@ def ragged_paged_attention(
     keys: KeyPart | None = None,
     shared: SharedPrefixes | None = None,
     return_lse: bool = False,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Causal attention of ragged queries over paged keys and values.
+    """Computes causal attention of ragged queries over paged keys and values.
 
-    Query i of sequence b sits at position `kv_lens[b] - n_b + i`, where n_b is its number of
-    queries, and sees the keys at positions up to its own. K and V of this step are already in the
-    pages. H // K query heads share each KV head (GQA, MQA; MHA where H == K).
+    Query i of the n queries of sequence b has position `kv_lens[b] - n + i`, and sees the keys at
+    positions up to its own. The K and V of this step must already be in the pages. H // K query
+    heads share each KV head (GQA and MQA; MHA if H equals K).
 
-    T, B and M are at least 1. Keyword arguments but `sinks` and `shared` are static. Forward only:
-    there is no gradient.
+    T, B and M are at least 1. All keyword arguments except `sinks` and `shared` are static. There
+    is no gradient.
 
-    Entries of `page_table` past a sequence's pages, or wholly outside the window of its queries,
-    may hold anything, and NaN in a slot that no query sees never reaches an output.
+    Entries of `page_table` after a sequence's pages, or of pages outside the window of all its
+    queries, may hold anything. NaN in a slot that no query sees never reaches an output.
 
     Args:
-      q: `[T, H, D]` float32, bfloat16 or float16, all sequences concatenated, padding last.
-      pages: K and V, K heads of dimension D, of any type of pages.
+      q: `[T, H, D]` float32, bfloat16 or float16: the queries of all sequences, padding last.
+      pages: K and V, of any type of pages, with K heads of dimension D.
       page_table: `[B, M]` int32, logical page to physical page.
       kv_lens: `[B]` int32, tokens in the cache, this step's included; at most M * P.
-      query_starts: `[B + 1]` int32, ascending from 0; `query_starts[B]` on is padding.
-      scale: factor on q.k.
-      window: keys a query sees, itself included: those at positions > p - window.
-      sinks: `[H]` float32, one more logit a head in the softmax's denominator.
+      query_starts: `[B + 1]` int32, first row of each sequence, ascending from 0. Rows from
+        `query_starts[B]` on are padding.
+      scale: factor of q.k.
+      window: number of keys that a query sees, its own included: keys at positions > p - window.
+      sinks: `[H]` float32, one more logit per head in the softmax's denominator.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, before masks and sinks.
-      query_tile: rows that a backend works on together. None picks by T and B; a fixed value of
-        64 or more makes a row's bits independent of what else is in the batch.
-      keys: the part of the keys that this call takes; None takes all. See `KeyPart`.
-      shared: which sequences begin with the same pages; it changes no result but its last bits.
-        `mosaic_gpu` then reads those pages once for all of them; other backends do not look at it.
-      return_lse: also return the log of the softmax's denominator (sink included).
-      backend: `reference`, `xla`, `mosaic_gpu` or `mosaic_tpu` (see their `refusal` for what they
-        take), or None for the best on this platform that takes these arrays.
+      query_tile: rows that a backend computes together. None chooses by T and B. With a fixed value
+        of 64 or more, the bits of a row do not depend on what else is in the batch.
+      keys: the part of the keys that this call uses; None for all. See `KeyPart`.
+      shared: which sequences begin with the same pages. It changes no result, apart from rounding.
+        `mosaic_gpu` reads those pages once for all of the sequences; other backends ignore it.
+      return_lse: also return the logarithm of the softmax's denominator, sink included.
+      backend: `reference`, `xla`, `mosaic_gpu` or `mosaic_tpu`; or a `Backend` of your own; or
+        None for the best one on this platform that takes these arrays. Each backend's `refusal`
+        says what it does not take.
 
     Returns:
-      `out [T, H, D]` in q's dtype, accumulated in float32; with `return_lse` also `lse [T, H]`
-      float32, natural log. A row that sees no key has out 0 and lse -inf (lse is the sink where
-      there is one); a padding row has out 0 and lse -inf.
+      `out [T, H, D]` in q's dtype, accumulated in float32. With `return_lse` also `lse [T, H]`
+      float32, the natural logarithm. A row that sees no key has out 0 and lse -inf (or the sink, if
+      there is one). A padding row has out 0 and lse -inf.
 
     Raises:
-      ValueError: a shape, dtype or size that does not fit, naming the dimension, or that the named
-        backend does not take.
+      ValueError: a shape, dtype or size is wrong, and the message names the dimension; or the named
+        backend does not take the arguments.
+
+    Example:
+      One sequence with 20 tokens in the pages 3 and 1, and its last query:
+
+          out = ragged_paged_attention(
+              q, pages, jnp.array([[3, 1]]), jnp.array([20]), jnp.array([0, 1]), scale=D**-0.5
+          )
     """
     _check_arrays(q, pages, page_table, kv_lens, query_starts, sinks)
     _check_options(scale, window, soft_cap, query_tile, keys)
@@ -89,13 +109,10 @@ def ragged_paged_attention(
     options = AttentionOptions(
         scale=scale, window=window, soft_cap=soft_cap, query_tile=query_tile, keys=keys
     )
-    refusals = {
-        backend.__name__.rpartition(".")[2]: backend.refusal(q, pages, page_table)
-        for backend in (mosaic_gpu, mosaic_tpu)
-    }
-    run = dispatch.choose("ragged_paged_attention", BACKENDS, PREFERENCE, backend, refusals)
     ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts, shared=shared)
-    out, lse = run(q, pages, page_table, ragged, sinks, options)
+    arguments = (q, pages, page_table, ragged, sinks, options)
+    chosen = dispatch.choose("ragged_paged_attention", BACKENDS, backend, arguments)
+    out, lse = chosen.run(*arguments)
     return (out, lse) if return_lse else out
 
 
@@ -158,7 +175,7 @@ def _check_shared(shared: SharedPrefixes) -> None:
 def _check_options(
     scale: object, window: object, soft_cap: object, query_tile: object, keys: object
 ) -> None:
-    """What is static must be plain numbers: a traced one has no value yet."""
+    """Checks that static options are plain numbers: a traced number has no value yet."""
     number = (int, float, np.floating)
     fits = isinstance(scale, number) and math.isfinite(scale)
     require(fits, f"scale must be finite and static, got {scale!r}")

@@ -1,4 +1,4 @@
-"""The static choices of one attention call, checked once and handed to the backend whole."""
+"""The static options of an attention call."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class KeyPart:
-    """A part of the keys that a query sees, for keys that are kept in two forms.
+    """One of three parts of the keys that a query sees, for keys that are kept in two forms.
 
-    The query at position p has three parts, which make up all its keys; merge their results:
+    The parts of a query at position p are disjoint and make up all its keys. `merge_partials` joins
+    their results.
 
         first     [0, first)
         middle    [first, cut)     cut = max(first, (p - recent + 1) // page_size * page_size)
@@ -19,10 +20,10 @@ class KeyPart:
 
     Attributes:
       part: which of the three.
-      page_size: P; `cut` falls between pages.
-      recent: keys, the query's own included, that the last part has at least; 1 begins it with the
-        query's own page.
-      first: keys of the first part, whole pages.
+      page_size: P; `cut` lies between two pages.
+      recent: the least number of keys of the last part, the query's own included. With 1 the part
+        begins with the query's own page.
+      first: number of keys of the first part, a multiple of P.
     """
 
     part: Literal["first", "middle", "recent"]
@@ -31,7 +32,7 @@ class KeyPart:
     first: int = 0
 
     def bounds(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The part's keys `[low, high)` for queries at `position [...]`; high may be past p."""
+        """Returns the part's keys [low, high) for queries at `position`; high may exceed it."""
         zero = jnp.zeros_like(position)
         if self.part == "first":
             return zero, zero + self.first
@@ -42,14 +43,14 @@ class KeyPart:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What a call computes and how, apart from its arrays; see `api.ragged_paged_attention`.
+    """The options of a call, which are static; see `api.ragged_paged_attention`.
 
     Attributes:
-      scale: factor on q.k.
-      window: keys a query sees, itself included; None sees all.
-      soft_cap: bound on the logits; None leaves them.
-      query_tile: rows that a backend works on together; None picks by T and B.
-      keys: the part of the keys that is seen; None sees all.
+      scale: factor of q.k.
+      window: number of keys that a query sees, its own included; None for all.
+      soft_cap: bound on the logits; None for no bound.
+      query_tile: rows that a backend computes together; None to choose by T and B.
+      keys: the part of the keys that is seen; None for all.
     """
 
     scale: float
@@ -59,8 +60,10 @@ class AttentionOptions:
     keys: KeyPart | None = None
 
     def bounds(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys `[low, high)` that a query at `position [...]` sees, none where high <= low; neither
-        falls as positions rise."""
+        """Returns the keys [low, high) that queries at `position [...]` see.
+
+        If high <= low, they see none. Both bounds grow with the position, or stay.
+        """
         low, high = jnp.zeros_like(position), position + 1
         if self.window is not None:
             low = jnp.maximum(low, position - self.window + 1)

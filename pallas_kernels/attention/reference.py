@@ -1,7 +1,8 @@
-"""Ragged paged attention, naive and in float32: what every other backend is held against.
+"""Ragged paged attention, naive and in float32: tests compare all other backends with it.
 
-Each query row gathers the whole table row of its sequence, masks, and takes one softmax. Nothing
-is tiled, skipped or merged, so its cost grows with the table's width: not for use in a model.
+Each query row gathers the pages of its sequence's whole table row, masks, and computes one softmax.
+Nothing is tiled, skipped or merged, so the cost grows with the width of the table, and models use
+other backends.
 """
 
 import jax
@@ -22,7 +23,16 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
+    """Computes what `pallas_kernels.ragged_paged_attention` says.
+
+    Args:
+      q, pages, page_table, sinks: those of the call, already checked.
+      ragged: lengths of the sequences, and their rows.
+      options: the static options of the call.
+
+    Returns:
+      `(out [T, H, D], lse [T, H])`.
+    """
     T, H, D = q.shape
     K, P, M = pages.num_kv_heads, pages.page_size, page_table.shape[1]
     seq, position = ragged.rows(T)  # [T], [T]
@@ -37,7 +47,7 @@ def ragged_paged_attention(
 
     page, offset = page_table[seq][:, slot // P], jnp.broadcast_to(slot % P, (T, M * P))
     k, v = (pages.read(i, page, offset).astype(jnp.float32) for i in (0, 1))  # [T, K, S, D]
-    # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
+    # A slot that is not seen may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
     v = jnp.where(visible[:, None, :, None], v, 0.0)
 
     grouped = q.astype(jnp.float32).reshape(T, K, H // K, D)

@@ -1,7 +1,7 @@
-"""Tiles of query rows: how a ragged batch is cut for a backend that works on several rows at once.
+"""Tiles of query rows, for backends that compute several rows at once.
 
-A tile never crosses a sequence, so its rows have one page table row and positions in sequence. A
-batch's tiles come in the order of its rows, those in use first.
+All rows of a tile are of one sequence, so they share a row of the page table and have consecutive
+positions. The tiles of a batch are in the order of its rows; those in use come first.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arith import ceil_div
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import Ragged, owner
 
@@ -22,12 +23,12 @@ class Tiles:
       count: static number of tiles.
       num_live: int32 scalar, tiles in use; they come first.
       starts: `[B + 1]` int32, first tile of each sequence.
-      seq: `[count]` int32, the sequence; 0..B-1.
+      seq: `[count]` int32, the sequence, 0 to B - 1.
       first_row: `[count]` int32, first row.
-      end_row: `[count]` int32, behind the last row.
-      position: `[count]` int32, of the first row.
-      low, high: `[count]` int32, keys [low, high) hold all that any row of the tile sees;
-        empty for a tile that is not in use.
+      end_row: `[count]` int32, the row after the last one.
+      position: `[count]` int32, position of the first row.
+      low, high: `[count]` int32; the keys [low, high) include all that any row of the tile sees.
+        They are empty for a tile that is not in use.
     """
 
     count: int
@@ -50,15 +51,15 @@ class Tiles:
         taken: jax.Array | None = None,
         most: int | None = None,
     ) -> "Tiles":
-        """Cuts T rows into tiles of `tile` rows at most.
+        """Cuts T rows into tiles of at most `tile` rows.
 
         Args:
-          ragged: which rows are whose.
+          ragged: which rows belong to which sequence.
           T: rows, padding included.
           tile: rows of a tile.
-          options: what a row sees.
-          taken: `[B]` bool, the sequences whose rows are cut; None cuts all.
-          most: tiles, where the caller knows of a bound.
+          options: which keys a row sees.
+          taken: `[B]` bool, the sequences whose rows are cut; None for all.
+          most: an upper bound on the number of tiles, if the caller knows one.
         """
         B = ragged.kv_lens.shape[0]
         count = T if tile == 1 else min(T, T // tile + B)
@@ -66,7 +67,7 @@ class Tiles:
         query_lens = ragged.query_starts[1:] - ragged.query_starts[:-1]
         if taken is not None:
             query_lens = jnp.where(taken, query_lens, 0)
-        ends = jnp.cumsum(-(-query_lens // tile), dtype=jnp.int32)
+        ends = jnp.cumsum(ceil_div(query_lens, tile), dtype=jnp.int32)
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         index = jnp.arange(count, dtype=jnp.int32)
         seq = owner(starts, index)
@@ -81,7 +82,7 @@ class Tiles:
         return cls(count, starts[-1], starts, seq, first_row, end_row, position, low, high)
 
     def group(self, start: jax.Array | int, size: int) -> "Tiles":
-        """Tiles `[start, start + size)`; those past `count` are empty."""
+        """Returns the tiles [start, start + size); those from `count` on are empty."""
 
         def cut(x: jax.Array) -> jax.Array:
             return x.at[start + jnp.arange(size, dtype=jnp.int32)].get(mode="fill", fill_value=0)
@@ -90,8 +91,10 @@ class Tiles:
         return Tiles(size, self.num_live, self.starts, *map(cut, parts))
 
     def place_of(self, ragged: Ragged, T: int, tile: int) -> tuple[jax.Array, jax.Array]:
-        """The tile `[T]` and the row within it `[T]` of each of T rows; some valid ones for a row
-        that no tile has."""
+        """Returns the tile `[T]` of each row, and the index of the row within the tile `[T]`.
+
+        For a row that is in no tile both are valid, but arbitrary.
+        """
         seq, _ = ragged.rows(T)
         place = jnp.arange(T, dtype=jnp.int32) - ragged.query_starts[seq]
         return jnp.clip(self.starts[seq] + place // tile, 0, self.count - 1), place % tile
@@ -103,14 +106,17 @@ Attend = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 def attend_by_length(
     ragged: Ragged, T: int, one: Attend, many: Attend
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of T rows where sequences of one query are another call's than longer ones.
+    """Computes sequences of one query in one call, and longer ones in another.
 
     Args:
-      ragged: which rows are whose.
+      ragged: which rows belong to which sequence.
       T: rows, padding included.
-      one: attends for the sequences `[B]` bool that it is given, all of one query: `out [T, H, D]`
-        and `lse [T, H]`, anything in other rows.
-      many: the same for longer ones.
+      one: computes the rows of the sequences `[B]` bool that it is given, each of one query. It
+        returns `out [T, H, D]` and `lse [T, H]`, with anything in other rows.
+      many: does the same for longer sequences.
+
+    Returns:
+      `(out [T, H, D], lse [T, H])`.
     """
     single = ragged.query_starts[1:] - ragged.query_starts[:-1] == 1
     chosen = single[ragged.rows(T)[0]]

@@ -1,18 +1,16 @@
 """Ragged paged attention in plain XLA: flash attention over tiles of queries and chunks of keys.
 
-Queries are cut into tiles of `query_tile` rows, a tile never crossing a sequence, and the G heads
-that share a KV head join the rows of its products, so no K or V is repeated. Tiles are taken in
-groups; a group walks the chunks of KV_CHUNK keys that its rows can see, with an online softmax,
-and stops after the last one:
+Queries are cut into tiles of `query_tile` rows; a tile has rows of one sequence only. The G heads
+that share a KV head are rows of the same products, so no K or V is repeated. Tiles are computed in
+groups. A group walks the chunks of KV_CHUNK keys that its rows can see, with an online softmax, and
+stops after the last one:
 
     group of tiles    rows 0..63 of seq 3 | rows 0..0 of seq 4 | ...
     trip j            chunk first(tile) + j of each tile's own keys, gathered through the page table
 
-Both loops have bounds that are data, so the work follows the live tokens (and the window), never
-the table's width. Chunks begin at multiples of KV_CHUNK whatever the page size: a row's sum is
-always cut at the same places. Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
-
-Not here: checks of the arguments (`api`).
+The bounds of both loops are data, so the work depends on the live tokens and the window, and not on
+the width of the table. Chunks begin at multiples of KV_CHUNK for all page sizes: the sum of a row
+is always split at the same places. Source: FlashAttention-2, arXiv 2307.08691, algorithm 1.
 """
 
 import math
@@ -20,16 +18,17 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arith import ceil_div
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.ragged import PADDING, Ragged
 from pallas_kernels.attention.tiles import Tiles
 from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.quantised_pages import AnyPages
 
-KV_CHUNK = 128  # keys a trip
-GROUP_ROWS = 64  # query rows a group of many-row tiles
-GROUP_DECODE = 32  # tiles a group when each is one row
-CPU_SINGLE_ROWS = 8  # most rows of a lone tile's product that a CPU takes one by one
+KV_CHUNK = 128  # keys per trip
+GROUP_ROWS = 64  # query rows of a group, if tiles have many rows
+GROUP_DECODE = 32  # tiles of a group, if each has one row
+CPU_SINGLE_ROWS = 8  # most rows of a single tile's product that a CPU multiplies one by one
 
 
 @jax.jit(static_argnames="options")
@@ -41,15 +40,15 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.attention.api`; returns `(out [T, H, D], lse [T, H])`."""
+    """Computes `(out [T, H, D], lse [T, H])`; see `attention.reference` for the arguments."""
     T, H, D = q.shape
     B, K = page_table.shape[0], pages.num_kv_heads
     tile = options.query_tile or (1 if T <= B else 64)
     tiles = Tiles.plan(ragged, T, tile, options)
-    # Many-row tiles come in groups of one shape whatever T and B are: the bits of a product, and of
-    # the sums that XLA fuses behind it, depend on its shape.
+    # Groups of many-row tiles have one shape for all T and B: the bits of a product, and of the
+    # sums that XLA fuses with it, depend on its shape.
     group = max(1, GROUP_ROWS // tile) if tile > 1 else min(tiles.count, GROUP_DECODE)
-    num_groups = -(-tiles.count // group)
+    num_groups = ceil_div(tiles.count, group)
     sink = jnp.full((H,), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
     def attend_group(g, outputs):
@@ -67,7 +66,7 @@ def ragged_paged_attention(
 
     shape = (num_groups * group, K, tile, H // K)
     outputs = jnp.zeros((*shape, D), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
-    live = -(-tiles.num_live // group)
+    live = ceil_div(tiles.num_live, group)
     if num_groups == 1:
         outputs = attend_group(0, outputs)
     else:
@@ -89,12 +88,15 @@ def _walk_chunks(
     tiles: Tiles,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Online softmax of a group of tiles over all chunks that they see.
+    """Computes the online softmax of a group of tiles over all chunks that they see.
 
     Args:
       q: `[W, tile, K, G, D]` float32, scaled.
       position: `[W, tile]` int32.
+      pages: the pages.
       table: `[W, M]` int32, the page table row of each tile's sequence.
+      tiles: the W tiles.
+      options: the options of the call.
 
     Returns:
       Running maximum and sum of exponentials `[W, K, tile, G]`, weighted sum of V
@@ -103,7 +105,7 @@ def _walk_chunks(
     W, tile, K, G, D = q.shape
     q = q.transpose(0, 2, 1, 3, 4).reshape(W, K, tile * G, D)
     first = tiles.low // KV_CHUNK
-    trips = jnp.max(-(-tiles.high // KV_CHUNK) - first)
+    trips = jnp.max(ceil_div(tiles.high, KV_CHUNK) - first)
     in_chunk = jnp.arange(KV_CHUNK, dtype=jnp.int32)
     low, high = (bound[:, :, None] for bound in options.bounds(position))  # [W, tile, 1]
 
@@ -139,38 +141,38 @@ def _walk_chunks(
 def _gather_chunk(
     pages: AnyPages, table: jax.Array, start: jax.Array, tiles: Tiles
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers each tile's KV_CHUNK keys and values from slot `start` `[W]` on.
+    """Gathers KV_CHUNK keys and values of each tile, from slot `start [W]` on.
 
-    Where a head's tokens lie side by side they are read in runs: as many as divide both a page and
-    a chunk.
+    The tokens of a head lie side by side in a page. They are read in runs, whose length divides
+    both a page and a chunk.
 
     Returns:
-      K and V `[W, K, C, D]` float32, V zero where no row of the tile sees it.
+      K and V `[W, K, C, D]` float32; V is zero where no row of the tile sees it.
     """
     P, K, D = pages.page_size, pages.num_kv_heads, pages.head_dim
-    run = 1 if pages.layout == "token_major" else math.gcd(P, KV_CHUNK)
+    run = math.gcd(P, KV_CHUNK)
     slot = start[:, None] + jnp.arange(0, KV_CHUNK, run, dtype=jnp.int32)[None]  # [W, C / run]
     page = jnp.take_along_axis(table, jnp.minimum(slot // P, table.shape[1] - 1), axis=1)
     offset = slot % P // run
     k, v = (pages.read(i, page, offset, run).astype(jnp.float32) for i in (0, 1))
 
-    # An unseen slot may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
+    # A slot that is not seen may hold NaN, and 0 * NaN is NaN: V is masked as well as the weights.
     token = slot[..., None] + jnp.arange(run * D, dtype=jnp.int32)[None, None] // D
     low, high = (x[:, None, None] for x in (tiles.low, tiles.high))
     v = jnp.where(((token >= low) & (token < high))[:, None], v, 0.0)
-    # Were the copies fused with the reshape, XLA's CPU loops would move one float at a time.
+    # If XLA fused the copies with the reshape, its CPU loops would move one float at a time.
     k, v = jax.lax.optimization_barrier((k, v))
     shape = (start.shape[0], K, KV_CHUNK, D)
     return k.reshape(shape), v.reshape(shape)
 
 
 def _batched_dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Products of `[W, K, ...]` arrays over the named axes, batched over W and K, in float32."""
+    """Multiplies arrays `[W, K, ...]` over an axis of each, batched over W and K, in float32."""
     highest, batched = jax.lax.Precision.HIGHEST, ((0, 1), (0, 1))
     W, _, num_rows, _ = a.shape
     if W == 1 and num_rows <= CPU_SINGLE_ROWS and jax.default_backend() == "cpu":
-        # Matrix-vector products need no threads, and XLA then compiles the walk into one function:
-        # handing work over to threads took longer than the arithmetic.
+        # Matrix-vector products need no threads, and XLA then compiles the walk into one function.
+        # Passing work to threads took longer than the arithmetic.
         dims = (((contract[0] - 1,), (contract[1],)), batched)
         rows = (a[:, :, row] for row in range(num_rows))
         products = [jax.lax.dot_general(row, b, dims, precision=highest) for row in rows]
@@ -182,7 +184,7 @@ def _batched_dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.A
 def _finish(
     state: tuple[jax.Array, jax.Array, jax.Array], sink: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Normalises a group; the sink `[1, K, 1, G]` joins the denominator here, once."""
+    """Normalises a group; here the sink `[1, K, 1, G]` joins the denominator, once."""
     m, total, acc = state
     m_new = finite_or_zero(jnp.maximum(m, sink))
     decay = jnp.exp(m - m_new)

@@ -1,7 +1,7 @@
-"""Writing K and V into pages: the public calls, their checks, and the choice of a backend.
+"""Writing K and V into pages: the public calls, their checks, and the lists of backends.
 
-Pure functions; in a jitted step with the pages donated, all update the pool in place. Not here:
-which slot a token gets (the host decides).
+The functions are pure. In a jitted step whose pages are donated, they update the pool in place. The
+host decides which slot a token gets.
 """
 
 import jax
@@ -9,47 +9,63 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOAT_NAMES, FLOATS, check_pages, require, require_array
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.page_write import mosaic_gpu, mosaic_tpu, reference, xla
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
-WRITE_BACKENDS = {
-    "reference": reference.write_pages,
-    "xla": xla.write_pages,
-    "mosaic_gpu": mosaic_gpu.write_pages,
-    "mosaic_tpu": mosaic_tpu.write_pages,
-}
-COPY_BACKENDS = {
-    "reference": reference.copy_pages,
-    "xla": xla.copy_pages,
-    "mosaic_tpu": mosaic_tpu.copy_pages,
-}
-SEAL_BACKENDS = {"reference": reference.seal_pages, "xla": xla.seal_pages}
-PREFERENCE = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
+ALL_PLATFORMS = ("cpu", "gpu", "tpu")
+# Each list is in order of preference: the first one for the platform that takes the arguments runs.
+WRITE_BACKENDS = (
+    Backend(
+        name="mosaic_tpu",
+        run=mosaic_tpu.write_pages,
+        refusal=mosaic_tpu.refusal,
+        platforms=("tpu",),
+    ),
+    Backend(name="xla", run=xla.write_pages, platforms=ALL_PLATFORMS),
+    # No GPU has shown yet that it is faster than XLA's scatter, so it runs only by name.
+    Backend(name="mosaic_gpu", run=mosaic_gpu.write_pages, refusal=mosaic_gpu.refusal),
+    Backend(name="reference", run=reference.write_pages),
+)
+COPY_BACKENDS = (
+    Backend(
+        name="mosaic_tpu",
+        run=mosaic_tpu.copy_pages,
+        refusal=mosaic_tpu.refusal,
+        platforms=("tpu",),
+    ),
+    Backend(name="xla", run=xla.copy_pages, platforms=ALL_PLATFORMS),
+    Backend(name="reference", run=reference.copy_pages),
+)
+SEAL_BACKENDS = (
+    Backend(name="xla", run=xla.seal_pages, platforms=ALL_PLATFORMS),
+    Backend(name="reference", run=reference.seal_pages),
+)
 
 
 def write_pages[P: TokenPages](
-    pages: P, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str | None = None
+    pages: P, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str | Backend | None = None
 ) -> P:
     """Writes the K and V of T tokens into their slots.
 
     Args:
-      pages: the pool of one layer, written a token at a time.
-      k: `[T, K, D]` float. Pages of floats round it to their dtype, past its range to infinity;
-        pages of codes clip what their parameters do not reach, and take NaN for 0.
+      pages: the pool of one layer, of a type that is written token by token.
+      k: `[T, K, D]` float. Pages of floats round it to their dtype; values beyond its range become
+        infinity. Pages of codes clip values that their parameters do not reach, and store NaN as 0.
       v: like `k`.
-      slots: `[T]` int32, `page_id * P + offset`. No two tokens share a slot, but for padding:
-        that is aimed at the null page (slot 0), where what remains is not defined. A slot outside
-        the pool is an error of the caller that writes nothing.
-      backend: `reference`, `xla`, `mosaic_gpu`, `mosaic_tpu`, or None for the best on this platform
-        that takes these pages.
+      slots: `[T]` int32, `page_id * P + offset`. No two tokens may share a slot, except padding,
+        which has slot 0, in the null page; what that page holds is not defined. A slot outside the
+        pool is a mistake of the caller; nothing is written for it.
+      backend: `reference`, `xla`, `mosaic_gpu` or `mosaic_tpu`; or a `Backend` of your own; or None
+        for the best one on this platform that takes these pages.
 
     Returns:
-      The pages, other slots untouched.
+      The pages, with other slots unchanged.
 
     Raises:
-      ValueError: a shape or dtype that does not fit, naming the dimension, or that the named
-        backend does not take.
+      ValueError: a shape or dtype is wrong, and the message names the dimension; or the named
+        backend does not take the arguments.
     """
     check_pages(pages)
     require(not isinstance(pages, ChannelPages), "ChannelPages are written whole: seal_pages")
@@ -61,35 +77,33 @@ def write_pages[P: TokenPages](
     for name, array in (("k", k), ("v", v)):
         require(array.shape == shape, f"{name} must be [T, K, D] = {shape}, got {array.shape}")
         require(array.dtype in FLOATS, f"{name} must be {FLOAT_NAMES}, got {array.dtype}")
-    refusals = {
-        "mosaic_gpu": mosaic_gpu.refusal(pages),
-        "mosaic_tpu": mosaic_tpu.refusal(pages),
-    }
-    run = dispatch.choose("write_pages", WRITE_BACKENDS, PREFERENCE, backend, refusals)
-    return run(pages, k, v, slots)
+    arguments = (pages, k, v, slots)
+    return dispatch.choose("write_pages", WRITE_BACKENDS, backend, arguments).run(*arguments)
 
 
 def copy_pages[P: AnyPages](
-    pages: P, source: jax.Array, target: jax.Array, *, backend: str | None = None
+    pages: P, source: jax.Array, target: jax.Array, *, backend: str | Backend | None = None
 ) -> P:
-    """Copies whole pages within a pool, all reads before all writes.
+    """Copies whole pages within a pool; all are read before any is written.
 
     Args:
       pages: the pool of one layer.
       source: `[n]` int32 page ids.
-      target: `[n]` int32 page ids, distinct but for padding, which copies page 0 onto page 0. An id
-        outside the pool is an error of the caller: as a target it writes nothing, as a source it
-        stands for some page.
+      target: `[n]` int32 page ids. They are distinct, except for padding, which copies page 0 onto
+        page 0. An id outside the pool is a mistake of the caller: as a target it writes nothing, as
+        a source it stands for some page.
       backend: see `write_pages`.
 
+    Returns:
+      The pages, with other pages unchanged.
+
     Raises:
-      ValueError: a shape or dtype that does not fit, or that the named backend does not take.
+      ValueError: a shape or dtype is wrong, or the named backend does not take the arguments.
     """
     check_pages(pages)
     _check_pairs(source, target)
-    refusals = {"mosaic_tpu": mosaic_tpu.refusal(pages)}
-    run = dispatch.choose("copy_pages", COPY_BACKENDS, PREFERENCE, backend, refusals)
-    return run(pages, source, target)
+    arguments = (pages, source, target)
+    return dispatch.choose("copy_pages", COPY_BACKENDS, backend, arguments).run(*arguments)
 
 
 def seal_pages(
@@ -99,20 +113,23 @@ def seal_pages(
     target: jax.Array,
     count: jax.Array,
     *,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
 ) -> ChannelPages:
-    """Writes full pages of codes from pages of floats that hold the same tokens.
+    """Encodes full pages of floats into pages of codes.
 
     Args:
       pages: the pool of codes of one layer.
       exact: the floats, with the same P, K and D.
       source: `[n]` int32 page ids of `exact`.
-      target: `[n]` int32 page ids of `pages`, distinct; outside the pool nothing is written.
-      count: int32 scalar; of the n pairs the first so many are written.
-      backend: `reference`, `xla`, or None for the best on this platform.
+      target: `[n]` int32 page ids of `pages`, distinct; nothing is written outside the pool.
+      count: int32 scalar; the first `count` of the n pairs are written.
+      backend: `reference` or `xla`, a `Backend` of your own, or None for the best on this platform.
+
+    Returns:
+      The pages of codes, with other pages unchanged.
 
     Raises:
-      ValueError: a shape or dtype that does not fit, naming the dimension.
+      ValueError: a shape or dtype is wrong, and the message names the dimension.
     """
     check_pages(pages)
     check_pages(exact)
@@ -121,8 +138,8 @@ def seal_pages(
         require(got == want, f"{name} of exact is {got}, of the pages {want}")
     _check_pairs(source, target)
     require(count.shape == () and count.dtype == jnp.int32, "count must be an int32 scalar")
-    run = dispatch.choose("seal_pages", SEAL_BACKENDS, PREFERENCE, backend)
-    return run(pages, exact, source, target, count)
+    arguments = (pages, exact, source, target, count)
+    return dispatch.choose("seal_pages", SEAL_BACKENDS, backend, arguments).run(*arguments)
 
 
 def _check_pairs(source: jax.Array, target: jax.Array) -> None:

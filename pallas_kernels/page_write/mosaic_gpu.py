@@ -1,16 +1,14 @@
-"""Page writes for NVIDIA GPUs of the Hopper kind: one copy of all heads for a token's K, one for V.
+"""Page writes for NVIDIA Hopper GPUs: for each token one copy of all heads of K, and one of V.
 
     K, V of a token [K, D] -> shared memory -> page [K, P, D] at the token's offset
 
-Both copies are bulk ones, which go around the registers; rows of D numbers lie P rows apart in a
-head-major page. The pool is one buffer in and out: where the caller donates it, nothing else of its
-size is made. What is aimed at the null page is not written at all.
-
-Not here: codes (`xla` makes and writes them in one fused scatter), copies and sealing of pages.
+Both are bulk copies, which do not pass through registers; rows of D numbers lie P rows apart in a
+head-major page. The pool is updated in place: if the caller donates it, no other array of its size
+is made. Tokens in the null page are not written at all. `xla` encodes and writes pages of codes in
+one fused scatter.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +16,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import gpus
+from pallas_kernels import chips
+from pallas_kernels.arith import Ref
 from pallas_kernels.pages import Pages
 from pallas_kernels.quantised_pages import TokenPages
 
-COPY = 16  # bytes of which a copy takes a multiple
-LONGEST = 256  # elements of a copy along an axis
-ROOM = 112 << 10  # bytes of shared memory for K of a token, or for V
-Ref = Any
+COPY = 16  # a copy has a multiple of so many bytes
+LONGEST = 256  # elements of a copy along an axis, at most
+ROOM = 112 << 10  # bytes of shared memory for K of a token, and for V
 
 
-def refusal(pages: TokenPages) -> str | None:
-    """Why these pages cannot be written on this device, or None."""
-    if reason := gpus.not_hopper():
+def refusal(pages: TokenPages, *_: object) -> str | None:
+    """Returns why the kernel does not take these pages on this device, or None if it does."""
+    if reason := chips.not_hopper():
         return reason
     if not isinstance(pages, Pages):
         return f"{type(pages).__name__} are not written yet"
@@ -50,7 +48,7 @@ def refusal(pages: TokenPages) -> str | None:
 
 @jax.jit
 def write_pages(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> Pages:
-    """See `pallas_kernels.page_write.api`."""
+    """Does what `pallas_kernels.write_pages` says."""
     N, heads, P, D = pages.kv.shape
     if not slots.shape[0]:
         return pages
@@ -61,7 +59,7 @@ def write_pages(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> P
         _kernel,
         grid=slots.shape,
         grid_names=("token",),
-        # Two of them: a copy has to begin at a multiple of 128 bytes, as each of them does.
+        # Two buffers: a copy has to begin at a multiple of 128 bytes, and each buffer does.
         scratch_types=[
             *(plgpu.SMEM(row, dtype) for _ in ("k", "v")),
             plgpu.Barrier(num_arrivals=2),
@@ -75,9 +73,10 @@ def write_pages(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> P
 def _kernel(
     k: Ref, v: Ref, slots: Ref, pool: Ref, row_of_k: Ref, row_of_v: Ref, arrived: Ref
 ) -> None:
+    """Writes one token."""
     token = lax.axis_index("token")
     slot, (N, _, _, P, _) = slots[token], pool.shape
-    # Compared by pages: slots of a pool of 2^31 have no end.
+    # Pages are compared, since the number of slots may exceed an int32.
     page, offset = lax.div(slot, jnp.int32(P)), lax.rem(slot, jnp.int32(P))
 
     @pl.when((page > 0) & (page < N))

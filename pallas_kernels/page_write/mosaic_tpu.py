@@ -1,15 +1,15 @@
-"""Page writes for TPUs: the rows of a step go into pages of a pool that stays where it is.
+"""Page writes for TPUs, which update the pool in place.
 
-A DMA moves whole tiles of some rows, so that what is written is a *piece* of a page: it is fetched,
-its new rows are put in, and it goes back. A step's tokens are sorted by slot first, so that no
-piece is touched twice and several can be on their way:
+A DMA moves whole tiles of some rows, so the kernel writes *pieces* of pages: it fetches a piece,
+replaces the new rows in it, and stores it. The tokens of a step are sorted by slot before, so no
+piece is written twice, and several can be in flight:
 
     slots     17 | 64 65 66 67 | 131        rows, sorted
     pieces    [1]  [    4      ]  [8]       each with its rows; fetched `NUM_BUFFERS - 1` ahead
 
-Copies of whole pages go by way of a buffer, all reads before all writes. XLA's own scatter brings
-pools of 8-bit codes into a layout of its own and back at each step. Not here: the values that are
-stored (`Pages.encode`).
+Whole pages are copied through a buffer; all are read before any is written. XLA's scatter would
+convert pools of 8-bit codes to another layout and back at each step. `Pages.encode` makes the
+values that are stored.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import tpus
+from pallas_kernels import chips
+from pallas_kernels.arith import Ref
 from pallas_kernels.pages import LANES, token_shape
 from pallas_kernels.quantised_pages import AnyPages, TokenPages
 
-NUM_BUFFERS = 4  # at most
-MOST_TOKENS = 1 << 15  # of a call, whose scalars fit
+NUM_BUFFERS = 4  # pieces in flight, at most
+MOST_TOKENS = 1 << 15  # tokens of a call, at most: its scalars have to fit into scalar memory
 PIECE = 32  # rows of the largest tile, that of 8-bit codes
-Ref = Any
 
 
-def refusal(pages: AnyPages) -> str | None:
-    """Why these pages cannot be written, or None."""
+def refusal(pages: AnyPages, *_: object) -> str | None:
+    """Returns why the kernels do not take these pages, or None if they do."""
     if pages.layout != "paired":
         return "pages must be paired"
     if jnp.float16 in [array.dtype for array in pages.paged.values()]:
@@ -45,17 +45,17 @@ def refusal(pages: AnyPages) -> str | None:
 
 @jax.jit
 def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> TokenPages:
-    """See `pallas_kernels.page_write.api`."""
+    """Does what `pallas_kernels.write_pages` says."""
     if not slots.size:
         return pages
     N, P = pages.num_pages, pages.page_size
-    # The null page is written for nobody to read: its slots, and those outside the pool, come last.
+    # Nothing reads the null page. Its slots, and those outside the pool, come last.
     outside = (slots < P) | (slots >= N * P)
     slots = jnp.where(outside, N * P, slots)
     order = jnp.argsort(slots)
     arrays = pages.paged
     for name, rows in pages.encode(k, v).items():
-        rows = rows.reshape(slots.size, *token_shape(pages.by_token(arrays[name]), pages.layout))
+        rows = rows.reshape(slots.size, *token_shape(pages.by_token(arrays[name])))
         for start in range(0, slots.size, MOST_TOKENS):
             some = order[start : start + MOST_TOKENS]
             arrays[name] = _put(arrays[name], P, rows[some], slots[some])
@@ -64,11 +64,11 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
 
 @jax.jit
 def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P:
-    """See `pallas_kernels.page_write.api`."""
+    """Does what `pallas_kernels.copy_pages` says."""
     if not source.size:
         return pages
     source = jnp.clip(source, 0, pages.num_pages - 1)
-    # Padding copies the null page, which nobody reads, onto itself.
+    # Padding would copy the null page, which nothing reads, onto itself.
     writes = (target > 0) & (target < pages.num_pages)
     arrays = {
         name: _copy(array, source, jnp.where(writes, target, -1))
@@ -78,7 +78,7 @@ def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P
 
 
 def _copy(array: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    """Copies pages; a target < 0 stands for none."""
+    """Copies pages; nothing is copied to a target below 0."""
     array = pltpu.with_memory_space_constraint(array, pltpu.HBM)
     held = jax.ShapeDtypeStruct((source.size, *array.shape[1:]), array.dtype)
     copied, _ = pl.pallas_call(
@@ -99,6 +99,8 @@ def _copy(array: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def _copy_kernel(source: Ref, target: Ref, _: Ref, pool: Ref, held: Ref, arrived: Ref) -> None:
+    """Copies pages of `pool` through `held`, a buffer in HBM."""
+
     def read(i: jax.Array) -> Any:
         return pltpu.make_async_copy(pool.at[source[i]], held.at[i], arrived)
 
@@ -121,10 +123,10 @@ class _Pieces(NamedTuple):
     """The pieces of pages that a step writes.
 
     Attributes:
-      live: `[1]`, how many there are; all int32.
-      number: `[T]`, of each piece, counted over the pool.
-      first, end: `[T]`, of each piece its first row, and the one after its last.
-      offset: `[T]`, of each row in its piece.
+      live: `[1]` int32, number of pieces.
+      number: `[T]` int32, index of each piece, counted over the pool.
+      first, end: `[T]` int32, the rows [first, end) of each piece.
+      offset: `[T]` int32, offset of each row in its piece.
     """
 
     live: jax.Array
@@ -135,7 +137,7 @@ class _Pieces(NamedTuple):
 
     @classmethod
     def of(cls, slots: jax.Array, size: int, num_slots: int) -> "_Pieces":
-        """Those of slots in ascending order, of which those from `num_slots` on do not count."""
+        """Returns the pieces of ascending slots; slots from `num_slots` on are ignored."""
         (T,), none = slots.shape, jnp.full(1, -1, jnp.int32)
         number = jnp.where(slots < num_slots, slots // size, -1)
         begins = (number != jnp.concatenate([none, number[:-1]])) & (number >= 0)
@@ -147,9 +149,9 @@ class _Pieces(NamedTuple):
 
 
 def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Array:
-    """Writes `rows [T, ...]`, sorted by slot, into pages of the same for P tokens."""
+    """Writes `rows [T, ...]`, which are sorted by slot, into an array of pages of P tokens."""
     shape = array.shape
-    if array.ndim == 5:  # pieces of rows are like heads
+    if array.ndim == 5:  # the X pieces of a row are written like heads
         array = array.reshape(shape[0], -1, *shape[3:])
         rows = rows.reshape(rows.shape[0], -1, shape[4])
     array = pltpu.with_memory_space_constraint(array, pltpu.HBM)
@@ -157,11 +159,11 @@ def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Arr
     size = PIECE if rest and P % PIECE == 0 else P
     pieces = _Pieces.of(slots, size, N * P)
     most = min(size, rows.shape[0])
-    if not rest:  # numbers, each where any token may have it; of a wide row, one register
+    if not rest:  # numbers, repeated so that each lane has its token's; one register if P is wide
         places = LANES if P % LANES == 0 else P
         rows = jnp.repeat(rows.reshape(rows.shape[0], C, -1), places, axis=2)
     new = most, *rows.shape[1:]
-    buffers = tpus.vmem_bytes() // 2 // (math.prod(new[:-1]) * max(LANES, new[-1]) * 4)
+    buffers = chips.vmem_bytes() // 2 // (math.prod(new[:-1]) * max(LANES, new[-1]) * 4)
     buffers = max(1, min(buffers, NUM_BUFFERS))
     return pl.pallas_call(
         functools.partial(_kernel, size, P // size),
@@ -180,13 +182,14 @@ def _put(array: jax.Array, P: int, rows: jax.Array, slots: jax.Array) -> jax.Arr
         ),
         input_output_aliases={len(pieces) + 1: 0},
         compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=tpus.vmem_limit()
+            disable_bounds_checks=True, vmem_limit_bytes=chips.vmem_limit()
         ),
         name="write_pages",
     )(*pieces, rows, array).reshape(shape)
 
 
 def _kernel(size: int, pieces_per_page: int, *refs: Ref) -> None:
+    """Writes all pieces; `size` rows are a piece."""
     *scalars, rows, _, pool, new, pages, arrived, left = refs
     pieces, buffers = _Pieces(*scalars), new.shape[0]
     count = pieces.live[0]
@@ -236,8 +239,15 @@ def _kernel(size: int, pieces_per_page: int, *refs: Ref) -> None:
 
 
 def _put_row(page: Ref, size: int, row: jax.Array, offset: jax.Array) -> None:
-    """Puts a token's `[C, W]` at an offset into `[C, size, W]`; or of its `[C, W]` numbers what
-    belongs there into `[C, W]`, in which each has `size` places."""
+    """Writes a token's row at an offset into a piece.
+
+    Args:
+      page: `[C, size, width]` of rows; or `[C, width]` of numbers, in which a head has `size`
+        lanes, one per token.
+      size: tokens of the piece.
+      row: `[C, width]`; numbers are repeated along lanes.
+      offset: offset of the token.
+    """
     place = lax.broadcasted_iota(jnp.int32, page.shape, 1)
     if len(page.shape) == 3:
         row = row[:, None, :]

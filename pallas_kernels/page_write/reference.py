@@ -1,4 +1,4 @@
-"""Page writes one token and one page at a time: what the other backends are held against."""
+"""Page writes, one token or page at a time: tests compare the other backends with them."""
 
 import dataclasses
 
@@ -10,21 +10,21 @@ from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 
 def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> TokenPages:
-    """See `pallas_kernels.page_write.api`."""
+    """Does what `pallas_kernels.write_pages` says."""
     arrays = {name: jnp.asarray(array) for name, array in pages.paged.items()}
     for name, rows in pages.encode(k, v).items():
         array = pages.by_token(arrays[name])
-        rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
+        rows = rows.reshape(slots.size, *token_shape(array))
         for t, slot in enumerate(slots):
             page, offset = slot // pages.page_size, slot % pages.page_size
-            at = array.at[token_index(array, pages.layout, page, offset)]
+            at = array.at[token_index(array, page, offset)]
             array = at.set(rows[t], mode="drop", wrap_negative_indices=False)
         arrays[name] = array.reshape(arrays[name].shape)
     return dataclasses.replace(pages, **arrays)
 
 
 def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P:
-    """See `pallas_kernels.page_write.api`."""
+    """Does what `pallas_kernels.copy_pages` says."""
     arrays = {}
     for name, stored in pages.paged.items():
         array = old = jnp.asarray(stored)
@@ -37,7 +37,7 @@ def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P
 def seal_pages(
     pages: ChannelPages, exact: Pages, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> ChannelPages:
-    """See `pallas_kernels.page_write.api`."""
+    """Does what `pallas_kernels.seal_pages` says."""
     arrays = pages.paged
     for i in range(int(count)):
         kv = tokens_of(exact, exact.kv[source[i]])

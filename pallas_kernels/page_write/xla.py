@@ -10,14 +10,14 @@ from pallas_kernels.quantised_pages import AnyPages, ChannelPages, TokenPages
 
 @jax.jit
 def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array) -> TokenPages:
-    """See `pallas_kernels.page_write.api`."""
+    """Does what `pallas_kernels.write_pages` says."""
     page, offset = slots // pages.page_size, slots % pages.page_size
     arrays = pages.paged
     for name, rows in pages.encode(k, v).items():
         array = pages.by_token(arrays[name])
-        rows = rows.reshape(slots.size, *token_shape(array, pages.layout))
-        at = token_index(array, pages.layout, page, offset)
-        # Outside the pool nothing is written: page -1 is not the last one.
+        rows = rows.reshape(slots.size, *token_shape(array))
+        at = token_index(array, page, offset)
+        # Nothing is written outside the pool: page -1 is not the last page.
         array = array.at[at].set(rows, mode="drop", wrap_negative_indices=False)
         arrays[name] = array.reshape(arrays[name].shape)
     return dataclasses.replace(pages, **arrays)
@@ -25,7 +25,7 @@ def write_pages(pages: TokenPages, k: jax.Array, v: jax.Array, slots: jax.Array)
 
 @jax.jit
 def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P:
-    """See `pallas_kernels.page_write.api`."""
+    """Does what `pallas_kernels.copy_pages` says."""
     arrays = {
         name: array.at[target].set(
             array.at[source].get(mode="clip"), mode="drop", wrap_negative_indices=False
@@ -39,10 +39,10 @@ def copy_pages[P: AnyPages](pages: P, source: jax.Array, target: jax.Array) -> P
 def seal_pages(
     pages: ChannelPages, exact: Pages, source: jax.Array, target: jax.Array, count: jax.Array
 ) -> ChannelPages:
-    """See `pallas_kernels.page_write.api`.
+    """Does what `pallas_kernels.seal_pages` says.
 
-    Page by page, as many as there are: most decode steps fill none. The bits of a page do not
-    depend on how many others are written.
+    It encodes `count` pages, one after the other: most decode steps fill none. The bits of a page
+    do not depend on how many others are written.
     """
 
     def seal(i: jax.Array, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:

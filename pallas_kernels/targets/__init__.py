@@ -1,4 +1,4 @@
-"""Compiling kernels for chips that are not here, and reading what the compiler made of them."""
+"""Compiling kernels for chips that this machine does not have, and reading the results."""
 
 from pallas_kernels.targets.gpu import GPU_TARGETS as GPU_TARGETS
 from pallas_kernels.targets.gpu import GpuTarget as GpuTarget

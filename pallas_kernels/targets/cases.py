@@ -1,13 +1,13 @@
-"""Named shapes to compile kernels on, ours and JAX's own beside them.
+"""Named shapes to compile kernels for: those of this package, and JAX's own to compare with.
 
-A name says it all:
+A name has all sizes:
 
     decode-bf16-h32-k8-d128-p16     step, type of K and V, H, K, D, P
     prefill-bf16-h32-k8-d128-p16    512 queries of 4 sequences
     mixed-...                       64 sequences of one query, and 448 queries of others
     decode-bf16-h8-k1-d256-p16-w512 with a window
-    decode-int8-h32-k8-d128-p64     codes (int8, e4m3, e5m2) with a scale a token and head, or
-                                    (int4) with a minimum, too
+    decode-int8-h32-k8-d128-p64     codes (int8, e4m3, e5m2) with a scale per token and head, or
+                                    (int4) with a scale and a minimum
 """
 
 import functools
@@ -47,7 +47,7 @@ DTYPES = {
     "int8": jnp.int8,
     "e4m3": jnp.float8_e4m3fn,
     "e5m2": jnp.float8_e5m2,
-    "int4": jnp.uint8,  # two codes a byte
+    "int4": jnp.uint8,  # two codes per byte
 }
 _NAME = re.compile(
     rf"({'|'.join(STEPS)})-({'|'.join(DTYPES)})-h(\d+)-k(\d+)-d(\d+)-p(\d+)(?:-w(\d+))?"
@@ -56,7 +56,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Shape:
-    """A named shape; fields by the letters of the glossary."""
+    """A named shape; the README's glossary explains the letters."""
 
     name: str
     T: int
@@ -73,7 +73,7 @@ class Shape:
         """Reads a name.
 
         Raises:
-          ValueError: it is not one.
+          ValueError: it is not a name of a shape.
         """
         found = _NAME.fullmatch(name)
         if not found:
@@ -91,24 +91,24 @@ class Shape:
 
     @property
     def has_codes(self) -> bool:
-        """K and V are codes, with parameters a token and head."""
+        """K and V are codes, with parameters per token and head."""
         return jnp.dtype(self.dtype).itemsize == 1
 
     @property
     def token_bytes(self) -> int:
-        """Of K and V of a token, without padding."""
+        """Bytes of K and V of a token, without padding."""
         parameters = 4 if self.has_codes else 0
         codes = self.D // 2 if self.dtype == jnp.uint8 else self.D
         return 2 * self.K * (codes * jnp.dtype(self.dtype).itemsize + parameters)
 
     @property
     def q(self) -> jax.ShapeDtypeStruct:
-        """The queries; float32 only where the pages are."""
+        """The queries: float32 if the pages are, else bfloat16."""
         dtype = jnp.float32 if self.dtype == jnp.float32 else jnp.bfloat16
         return jax.ShapeDtypeStruct((self.T, self.H, self.D), dtype)
 
     def pages(self, layout: Layout) -> TokenPages:
-        """The pool."""
+        """Returns the pool."""
         N = POOL_TOKENS // self.P
         row_size = self.D // 2 if self.dtype == jnp.uint8 else self.D
         pool = pool_shape(layout, N, self.P, self.K, row_size)
@@ -123,7 +123,7 @@ class Shape:
         return SymmetricPages(kv=kv, scales=scales, layout=layout)
 
     def batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Page table, lengths and starts of the queries."""
+        """Returns the page table, the lengths, and the starts of the queries."""
         return _int32(self.B, TABLE_TOKENS // self.P), _int32(self.B), _int32(self.B + 1)
 
 
@@ -132,9 +132,10 @@ class Case:
     """A program to compile.
 
     Attributes:
-      function, arguments: the program; its first argument is the pool, donated if it is returned.
-      donates: the pool is returned.
-      pool_bytes: of the pool.
+      function: the program.
+      arguments: the types of its arguments; the first is the pool.
+      donates: the pool is donated and returned.
+      pool_bytes: bytes of the pool.
       block_tokens: keys of a trip of the kernel's inner loop.
     """
 
@@ -146,7 +147,7 @@ class Case:
 
 
 def ours(shape: Shape, backend: str) -> Case:
-    """A step: the tokens' K and V are written, then the queries attend."""
+    """Returns a step of a backend: it writes the tokens' K and V, then computes attention."""
     on_gpu = backend == "mosaic_gpu"
     pages = shape.pages("head_major" if on_gpu else "paired")
     writer = "xla" if on_gpu and shape.has_codes else backend
@@ -164,22 +165,21 @@ def ours(shape: Shape, backend: str) -> Case:
         )
         return pages, out
 
-    many = shape.T > shape.B
-    block_tokens = {
-        "mosaic_gpu": mosaic_gpu.block_tokens,
-        "mosaic_tpu": mosaic_tpu.block_tokens,
-    }
+    if on_gpu:
+        block_tokens = mosaic_gpu.block_tokens(shape.D)
+    else:
+        block_tokens = mosaic_tpu.block_tokens(pages, "rows" if shape.T > shape.B else "row")
     return Case(
         function=step,
         arguments=(pages, shape.q, new, new, _int32(shape.T), *shape.batch()),
         donates=True,
         pool_bytes=sum(array.size * array.dtype.itemsize for array in pages.paged.values()),
-        block_tokens=block_tokens[backend](pages, "rows" if many else "row"),
+        block_tokens=block_tokens,
     )
 
 
 def peer(shape: Shape) -> Case:
-    """JAX's own ragged paged attention over pages that are written already; 512 keys a trip.
+    """Returns JAX's own ragged paged attention over written pages, with 512 keys per trip.
 
     Raises:
       ValueError: the shape has codes.

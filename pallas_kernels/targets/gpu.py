@@ -1,8 +1,8 @@
-"""NVIDIA GPUs to compile for, none of which need be here: XLA's CUDA plugin holds the compiler.
+"""NVIDIA GPUs to compile for, which this machine need not have: XLA's CUDA plugin has the compiler.
 
-The plugin is looked for among the installed packages, and in the folder `targets/cuda` of the
-virtual environment (`make setup` puts it there, with the disassembler). JAX looks for it when it is
-imported: a process that is to compile for GPUs is started with `environment`.
+The plugin is searched for among the installed packages, and in the folder `targets/cuda` of the
+virtual environment, where `make setup` installs it together with the disassembler. JAX searches for
+its plugins when it is imported, so a process that compiles for GPUs starts with `environment`.
 """
 
 import importlib.util
@@ -16,11 +16,11 @@ from typing import Any
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice
 
-from pallas_kernels.gpus import CAPABILITIES
+from pallas_kernels.chips import CAPABILITIES
 from pallas_kernels.targets.target import Target, TargetUnavailable
 
 PLUGIN = "jax_cuda13_plugin"
-# What XLA asks of a GPU (GpuTargetConfigProto). The numbers that differ are a target's.
+# XLA's description of a GPU (GpuTargetConfigProto), with the numbers in which targets differ.
 _CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -37,7 +37,7 @@ device_description_str: "{kind}"
 
 
 def find_compiler() -> Path | None:
-    """The folder that the CUDA plugin is imported from, if it is anywhere."""
+    """Returns the folder that the CUDA plugin is imported from, or None if it is not installed."""
     package = importlib.util.find_spec(PLUGIN)
     installed = [Path(package.origin).parents[1]] if package and package.origin else []
     places = [*installed, Path(sys.prefix, "targets", "cuda")]
@@ -45,10 +45,10 @@ def find_compiler() -> Path | None:
 
 
 def environment() -> dict[str, str]:
-    """What a process that compiles for GPUs has to have in its environment when it starts.
+    """Returns the environment variables of a process that compiles for GPUs.
 
     Raises:
-      TargetUnavailable: the CUDA plugin is not installed, or no disassembler beside it.
+      TargetUnavailable: the CUDA plugin or the disassembler is not installed.
     """
     folder = find_compiler()
     if folder is None:
@@ -69,15 +69,16 @@ def environment() -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GpuTarget(Target):
-    """A kind of GPU; numbers are those of its data sheet.
+    """A kind of GPU, with the numbers of its data sheet.
 
     Attributes:
-      kind: what the driver's name for it begins with.
-      processors: streaming multiprocessors.
-      bandwidth: of its memory, bytes a second.
-      memory, l2: bytes.
+      kind: the first words of the driver's name for it.
+      processors: number of streaming multiprocessors.
+      bandwidth: bytes per second that its memory delivers.
+      memory: bytes of its memory.
+      l2: bytes of its L2 cache.
       clock_ghz: boost clock.
       shared: bytes of shared memory of a processor.
     """
@@ -93,7 +94,7 @@ class GpuTarget(Target):
 
     @cached_property
     def device(self) -> Any:
-        """One device, in a process that `environment` is given."""
+        """One device, in a process that has started with `environment`."""
         major, minor = CAPABILITIES[self.kind]
         config = _CONFIG.format(
             shared=self.shared,
@@ -117,48 +118,13 @@ class GpuTarget(Target):
         return AbstractDevice(device_kind=self.kind, num_cores=None, platform="gpu")
 
 
+# name, kind, processors, bandwidth, memory, L2 cache, GHz, shared memory
 GPU_TARGETS = {
     target.name: target
     for target in (
-        GpuTarget(
-            name="a100",
-            kind="NVIDIA A100",
-            processors=108,
-            bandwidth=2.0e12,
-            memory=80 << 30,
-            l2=40 << 20,
-            clock_ghz=1.41,
-            shared=164 << 10,
-        ),
-        GpuTarget(
-            name="h100",
-            kind="NVIDIA H100",
-            processors=132,
-            bandwidth=3.35e12,
-            memory=80 << 30,
-            l2=50 << 20,
-            clock_ghz=1.98,
-            shared=228 << 10,
-        ),
-        GpuTarget(
-            name="h200",
-            kind="NVIDIA H200",
-            processors=132,
-            bandwidth=4.8e12,
-            memory=141 << 30,
-            l2=50 << 20,
-            clock_ghz=1.98,
-            shared=228 << 10,
-        ),
-        GpuTarget(
-            name="b200",
-            kind="NVIDIA B200",
-            processors=148,
-            bandwidth=8.0e12,
-            memory=180 << 30,
-            l2=126 << 20,
-            clock_ghz=1.965,
-            shared=228 << 10,
-        ),
+        GpuTarget("a100", "NVIDIA A100", 108, 2.0e12, 80 << 30, 40 << 20, 1.41, 164 << 10),
+        GpuTarget("h100", "NVIDIA H100", 132, 3.35e12, 80 << 30, 50 << 20, 1.98, 228 << 10),
+        GpuTarget("h200", "NVIDIA H200", 132, 4.8e12, 141 << 30, 50 << 20, 1.98, 228 << 10),
+        GpuTarget("b200", "NVIDIA B200", 148, 8.0e12, 180 << 30, 126 << 20, 1.965, 228 << 10),
     )
 }

@@ -1,7 +1,8 @@
-"""Compiles cases for a GPU in a process of its own, and says what the compiler made of them.
+"""Compiles cases for a GPU in a separate process, and reports what the compiler made of them.
 
-JAX finds its plugins, and the compiler where to dump, once a process. Run as a module, it takes a
-target, a folder and pairs `kernel/shape`, and prints a JSON object a line.
+JAX looks for plugins, and the compiler for the folder of its dumps, once per process. Run as a
+module, this one takes a target, a folder and pairs `kernel/shape`, and prints one JSON object per
+line.
 """
 
 import json
@@ -18,27 +19,28 @@ from pallas_kernels.targets.sass import DUMPS, read_kernels
 
 
 class GpuRow(NamedTuple):
-    """What is known of a kernel on a shape for a GPU; None where it does not compile.
+    """The figures of a kernel on a shape for a GPU; None if it does not compile.
 
-    Counts are of the inner loops, a block of keys of one KV head: of the one that fetches for
-    copies, of the one that computes for all else; what only a block at an edge runs is counted too.
+    Instructions are counted in the inner loops, for a block of keys of one KV head: copies in the
+    loop that fetches, all others in the loop that computes. Instructions that only a block at an
+    edge executes are included.
 
     Attributes:
       ok: it compiles.
-      reason: why not, a line.
-      registers: of a thread.
-      spill_bytes: that a thread stores of them.
-      shared_bytes: of shared memory a block of threads.
+      reason: why it does not, in one line.
+      registers: registers of a thread.
+      spill_bytes: bytes of registers that a thread stores in memory.
+      shared_bytes: bytes of shared memory of a block of threads.
       blocks_a_processor: blocks of threads that a processor holds at once, by registers and shared
         memory.
-      stages: blocks of keys that are in shared memory or on their way there.
-      loaded_bytes_per_kv_token: by the copies of the loop that fetches, all heads.
-      token_bytes: of K and V of a token in the pages.
+      stages: blocks of keys that are in shared memory or being copied there.
+      loaded_bytes_per_kv_token: bytes that the loop that fetches copies per token, for all heads.
+      token_bytes: bytes of K and V of a token in the pages.
       tma: asynchronous copies of a block of keys.
       products: wgmma instructions.
       arithmetic: FMA, multiplications and additions of float32.
-      exponentials, shuffles, barriers: instructions.
-      instructions: all of the loop that computes.
+      exponentials, shuffles, barriers: instructions of those kinds.
+      instructions: all instructions of the loop that computes.
       alias_bytes, pool_bytes, temp_bytes: see `probe.Row`.
     """
 
@@ -67,7 +69,7 @@ class GpuRow(NamedTuple):
 
 
 def probe_gpu(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[GpuRow]:
-    """Compiles (kernel, shape) pairs for a target, a row each, in order.
+    """Compiles (kernel, shape) pairs for a target; yields one row for each, in order.
 
     Raises:
       TargetUnavailable: the CUDA plugin is not installed.
@@ -78,15 +80,15 @@ def probe_gpu(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[GpuRow]
 
 
 def measure(target: GpuTarget, kernel: str, name: str, folder: Path) -> GpuRow:
-    """Compiles one case here, with the dump going to `folder`, which is emptied."""
+    """Compiles one case in this process, with dumps in `folder`, which is emptied."""
     from pallas_kernels.attention.mosaic_gpu.walk import THREADS
 
-    jax.clear_caches()  # what is known already is not dumped again
+    jax.clear_caches()  # cached programs would not be dumped again
     built = compile_case(target, kernel, name, folder)
     if isinstance(built, str):
         return GpuRow(kernel, target.name, name, ok=False, reason=built)
     shape, case, compiled = built
-    # A step of rows of both kinds holds two kernels; the one with the larger tiles is told of.
+    # A step with sequences of both kinds has two kernels; the one with larger tiles is reported.
     found = max(read_kernels(folder, "ragged_paged_attention"), key=lambda one: one.registers)
     memory, inner = compiled.memory_analysis(), found.innermost("HGMMA")
     return GpuRow(

@@ -1,7 +1,7 @@
-"""Compiles cases for a target in a process of its own, and says what the compiler made of them.
+"""Compiles cases for a TPU in a separate process, and reports what the compiler made of them.
 
-libtpu reads its flags when it is loaded, and dumps into one folder a process: hence the process.
-Run as a module, it takes a target and pairs `kernel/shape`, and prints a JSON object a line.
+libtpu reads its flags when it is loaded, and dumps into one folder per process. Run as a module,
+this one takes a target, a folder and pairs `kernel/shape`, and prints one JSON object per line.
 """
 
 import json
@@ -27,21 +27,25 @@ _CALL = re.compile(r"\s*(?:ROOT )?%?ragged_paged_attention")
 
 
 class Row(NamedTuple):
-    """What is known of a kernel on a shape for a target; None where it does not compile.
+    """The figures of a kernel on a shape for a TPU; None if it does not compile.
 
     Attributes:
       ok: it compiles.
-      reason: why not, a line.
-      bundles_per_kv_token: of the inner loop: cycles that a token of K and V costs, all heads.
-      hbm_cycles_per_kv_token: cycles in which HBM delivers its bytes.
-      binds: which of the two is more: `compute` or `memory`.
-      mxu_share: of the inner loop's bundles, those that use a matrix unit.
-      tile_bundles: outside that loop, each once: what a tile of queries and the call cost besides.
+      reason: why it does not, in one line.
+      bundles_per_kv_token: bundles of the inner loop per token of K and V, for all heads. They are
+        the cycles that the token costs.
+      hbm_cycles_per_kv_token: cycles in which HBM delivers the token's bytes.
+      binds: the larger of the two: `compute` or `memory`.
+      mxu_share: share of the inner loop's bundles that use a matrix unit.
+      tile_bundles: bundles outside of that loop, each counted once: the other costs of a tile of
+        queries and of the call.
       spill_slots: instructions that spill or fill a vector register.
-      vmem_bytes: of the core's fast memory, that the kernel takes.
-      alias_bytes, pool_bytes: of the pool that the step updates in place; and of the pool.
-      temp_bytes: that the program takes besides.
-      copied_bytes: of the pool's arrays, told by type and shape, that the program moves whole.
+      vmem_bytes: bytes of the core's fast memory that the kernel uses.
+      alias_bytes: bytes of the pool that the step updates in place.
+      pool_bytes: bytes of the pool.
+      temp_bytes: bytes of other memory that the program uses.
+      copied_bytes: bytes of the pool's arrays that the program copies whole, found by type and
+        shape.
     """
 
     kernel: str
@@ -63,7 +67,7 @@ class Row(NamedTuple):
 
 
 def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
-    """Compiles (kernel, shape) pairs for a target, a row each, in order.
+    """Compiles (kernel, shape) pairs for a target; yields one row for each, in order.
 
     Raises:
       TargetUnavailable: libtpu is not installed.
@@ -76,14 +80,13 @@ def probe(target: str, cases: Sequence[tuple[str, str]]) -> Iterator[Row]:
 def rows_apart(
     module: str, target: str, cases: Sequence[tuple[str, str]], environment: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Runs a module in a process of its own on a target, a folder for dumps, and cases; a JSON
-    object a line is what it says.
+    """Runs a module in a separate process on cases, and yields the JSON objects that it prints.
 
     Args:
-      module: its name.
-      target: of the target.
+      module: name of the module; its arguments are the target, a folder for dumps, and the cases.
+      target: name of the target.
       cases: pairs of kernel and shape.
-      environment: for the process besides; `{folder}` stands for the folder.
+      environment: additional variables of the process; `{folder}` stands for the folder.
 
     Raises:
       TargetUnavailable: the target's compiler is not installed.
@@ -115,12 +118,12 @@ def rows_apart(
 
 
 def measure(target: TpuTarget, kernel: str, name: str, folder: Path) -> Row:
-    """Compiles one case here, with the dump going to `folder`, which is emptied."""
+    """Compiles one case in this process, with dumps in `folder`, which is emptied."""
     built = compile_case(target, kernel, name, folder)
     if isinstance(built, str):
         return Row(kernel, target.name, name, ok=False, reason=built)
     shape, case, compiled = built
-    # A step of rows of both kinds holds two programs; the one with the larger tiles is told of.
+    # A step with sequences of both kinds has two kernels; the one with larger tiles is reported.
     schedules = read_schedule(folder, "ragged_paged_attention")
     schedule = max(schedules, key=lambda one: one.inner.mxu if one.inner else 0)
     memory, inner = compiled.memory_analysis(), schedule.inner
@@ -149,10 +152,10 @@ def measure(target: TpuTarget, kernel: str, name: str, folder: Path) -> Row:
 def compile_case(
     target: Target, kernel: str, name: str, folder: Path
 ) -> "tuple[Shape, Case, Any] | str":
-    """Compiles a named shape for a target, after `folder`, of dumps, was emptied.
+    """Compiles a named shape for a target, after emptying `folder`, which has the dumps.
 
     Returns:
-      The shape, its case and the program, or a line that says why there is none.
+      The shape, its case and the program; or one line that says why there is no program.
 
     Raises:
       TargetUnavailable: the compiler is not installed.
@@ -169,12 +172,12 @@ def compile_case(
         return shape, case, target.compile(case.function, case.arguments, donate_argnums=donated)
     except TargetUnavailable:
         raise
-    except Exception as error:  # whatever a compiler throws is the reason
+    except Exception as error:  # any error of a compiler is the reason
         return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
 def _copied_bytes(program: str, pool: Any) -> int:
-    """Of copies, into fast memory too, that have the type and shape of an array of the pool."""
+    """Returns the bytes of copies that have the type and shape of an array of the pool."""
     import jax
 
     sizes = {}
@@ -187,7 +190,7 @@ def _copied_bytes(program: str, pool: Any) -> int:
 
 
 def _vmem_bytes(program: str) -> int | None:
-    """The most that a call of the kernel takes, as the compiled program says."""
+    """Returns the most fast memory that a call of the kernel uses, from the compiled program."""
     calls = [line for line in program.splitlines() if _CALL.match(line)]
     taken = re.findall(r'"used_scoped_memory_configs":\[{[^}]*"size":"(\d+)"', "".join(calls))
     return max(map(int, taken), default=None)

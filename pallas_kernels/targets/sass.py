@@ -1,16 +1,17 @@
-"""What the compiler of GPUs made of a kernel, read from its dump.
+"""The machine code of a kernel for a GPU, read from the compiler's dump.
 
-DUMPS, in the environment, asks for it, `{folder}` being where it goes. A kernel leaves
+The environment variables DUMPS turn dumps on; `{folder}` stands for their folder. For a kernel it
+then has the files
 
     NAME_0.ptxas                          registers and spills
     NAME_0.resources.txt                  shared memory
     NAME_0.sass_ctrl                      machine code
-    NAME_0.before_layout_inference.txt    the kernel before it was taken apart: there a copy still
-                                          says how much it copies
+    NAME_0.before_layout_inference.txt    the kernel before it was lowered: here a copy still has
+                                          its size
 
-The first and third are numbered in the order in which machine code was made, the others in that of
-the program: where a step has several kernels of a name, the width of their products tells them
-apart.
+The first and the third are numbered in the order in which machine code was made, the others in that
+of the program. If a step has several kernels of a name, the width of their products says which
+files belong together.
 """
 
 import re
@@ -30,21 +31,21 @@ _COPY = re.compile(r'"mosaic_gpu\.async_load".*slice_lengths = array<i64: ([-\d,
 _BITS = re.compile(r"memref<[\dx]+x(\w+)>, memref")
 _PRODUCT_OF_CODE = re.compile(r"HGMMA\.64x(\d+)x")
 _PRODUCT_OF_PROGRAM = re.compile(r"mosaic_gpu\.wgmma accumulator\(%\w+ : vector<64x(\d+)x")
-# K and V of the blocks of keys: [2, stages, block, D], or a number a key in place of D.
+# The rings of blocks of keys: [2, stages, keys, D], or one number per key in place of D.
 _RING = re.compile(r"memref<2x(\d+)x\d+x\d+x\w+, #gpu\.address_space<workgroup>>")
 _TYPE_BITS = {"bf16": 16, "f16": 16, "f32": 32, "i8": 8, "f8E4M3FN": 8, "f8E5M2": 8}
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The instructions of a loop, those of loops within included, by name without modifiers."""
+    """The instructions of a loop and of its inner loops, by name without modifiers."""
 
     names: Counter[str]
     start: int
     end: int
 
     def count(self, *names: str) -> int:
-        """How many there are of some kinds."""
+        """Returns the number of instructions of some names."""
         return sum(self.names[name] for name in names)
 
 
@@ -53,13 +54,13 @@ class Kernel:
     """A compiled kernel.
 
     Attributes:
-      registers: of a thread.
-      spill_bytes: that a thread stores of its registers.
-      shared_bytes: of shared memory a block.
-      loops: innermost first.
-      stages: blocks of keys that fit into shared memory at once; 0 where none are kept there.
-      copies: bytes of pages of each asynchronous copy into shared memory, in the order of the
-        program; 0 of a copy of something else.
+      registers: registers of a thread.
+      spill_bytes: bytes of registers that a thread stores in memory.
+      shared_bytes: bytes of shared memory of a block of threads.
+      loops: the loops, innermost first.
+      stages: blocks of keys that fit into shared memory at once; 0 if it holds none.
+      copies: bytes of pages that each asynchronous copy brings into shared memory, in the order of
+        the program; 0 for copies of other arrays.
     """
 
     registers: int
@@ -70,18 +71,18 @@ class Kernel:
     copies: tuple[int, ...]
 
     def innermost(self, name: str) -> Loop:
-        """The smallest loop that has an instruction."""
+        """Returns the smallest loop that has an instruction."""
         return next(loop for loop in self.loops if loop.names[name])
 
     @cached_property
     def block_bytes(self) -> int:
-        """Of pages, that a trip of the innermost loop of copies brings."""
+        """Bytes of pages that one trip of the innermost loop of copies brings."""
         fetch = self.innermost("UTMALDG")
         return sum(self.copies[-fetch.count("UTMALDG") :])
 
 
 def read_kernels(folder: Path, name: str) -> list[Kernel]:
-    """Reads the kernels of a dump whose name is `name`, those with narrow products first."""
+    """Reads the kernels with a name from a dump, those with narrow products first."""
 
     def texts(suffix: str) -> list[str]:
         paths = folder.glob(f"{name}_*{suffix}")
@@ -119,7 +120,7 @@ def _read(ptxas: str, sass: str, resources: str, program: str) -> Kernel:
 
 def _copied(copy: re.Match[str]) -> int:
     lengths = [int(length) for length in copy[1].split(",")]
-    if lengths.count(-1) != 1:  # pools come with one leading axis, queries with two
+    if lengths.count(-1) != 1:  # pools have one leading axis, queries have two
         return 0
     found = _BITS.search(copy.string, copy.start())
     assert found is not None
@@ -130,9 +131,9 @@ def _copied(copy: re.Match[str]) -> int:
 
 
 def _loops(sass: str) -> tuple[Loop, ...]:
-    """Every stretch that ends with a conditional branch back, short ones first.
+    """Returns every range of code that ends with a conditional branch back, short ones first.
 
-    Unconditional ones come back from where a wait was put out of the way.
+    Unconditional branches back are not loops: they return from waits that were moved elsewhere.
     """
     labels: dict[str, int] = {}
     names: list[str] = []

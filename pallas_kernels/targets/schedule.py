@@ -1,9 +1,11 @@
-"""What a TPU's compiler made of a kernel, read from its dump.
+"""The schedule of a kernel for a TPU, read from the compiler's dump.
 
-A TPU core issues one bundle of instructions a cycle, in order, so that the bundles of a loop's body
-are its cycles as long as memory keeps up. Stalls are not in it: a lower bound, the same every time.
+A TPU core issues one bundle of instructions per cycle, in order. So the bundles of a loop's body
+are its cycles as long as memory keeps up. Stalls are not included: the figure is a lower bound, the
+same in every run.
 
-In a dump, a line a bundle; `>` by its side tells the depth of loops, LB the first one of a body:
+A dump has one line per bundle. The number of `>` is the depth of loops; LB is the first bundle of a
+loop's body:
 
     0x40 LB: > { %s1 = sld [smem:...]  ;;  %v2 = vld [vmem:...] }
 """
@@ -14,7 +16,7 @@ from pathlib import Path
 
 DUMP_FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
 _BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s*([A-Z]{2})?\s*:\s*(>*)\s*\{(.*)")
-# A bundle's instructions by unit, a row of the utilization table.
+# The units of a row of the utilization table, which has a bundle's instructions by unit.
 _UNITS = ("mxu", "xlu", "valu", "pop", "eup", "load", "fill", "store", "spill", "scalar")
 
 
@@ -24,9 +26,9 @@ class Loop:
 
     Attributes:
       start: its first bundle.
-      bundles: of the body, those of loops within included, once each.
-      mxu: instructions for the matrix units among them.
-      mxu_bundles: bundles that hold one.
+      bundles: bundles of the body; those of inner loops are counted once.
+      mxu: instructions for the matrix units.
+      mxu_bundles: bundles that have such an instruction.
     """
 
     start: int
@@ -35,7 +37,7 @@ class Loop:
     mxu_bundles: int
 
     def holds(self, other: "Loop") -> bool:
-        """The other one is within this one."""
+        """Returns whether the other loop is inside this one."""
         inside = range(self.start, self.start + self.bundles)
         return other is not self and other.start in inside
 
@@ -45,9 +47,9 @@ class Schedule:
     """The schedule of a kernel.
 
     Attributes:
-      loops: in the order of the program.
-      bundles: of the whole program, each once.
-      spill_slots: instructions that spill a vector register, or fill one.
+      loops: the loops, in the order of the program.
+      bundles: bundles of the whole program, each counted once.
+      spill_slots: instructions that spill or fill a vector register.
     """
 
     loops: tuple[Loop, ...]
@@ -56,29 +58,31 @@ class Schedule:
 
     @property
     def working(self) -> list[Loop]:
-        """The innermost loops that take products."""
+        """The innermost loops that have matrix products."""
         with_products = [loop for loop in self.loops if loop.mxu]
         return [loop for loop in with_products if not any(map(loop.holds, with_products))]
 
     @property
     def outside(self) -> int:
-        """Bundles outside the working loops, each once: what a tile and the call cost besides."""
+        """Bundles outside of the working loops, each counted once."""
         return self.bundles - sum(loop.bundles for loop in self.working)
 
     @property
     def inner(self) -> Loop | None:
-        """The working loop that most trips are expected of: the shortest of those that take at
-        least half as many products as any other. None where there are no products."""
+        """The working loop that is expected to make most trips; None if there are no products.
+
+        It is the shortest of the loops that have at least half of the products of any other.
+        """
         most = max((loop.mxu for loop in self.working), default=0)
         bulky = [loop for loop in self.working if 2 * loop.mxu >= most]
         return min(bulky, key=lambda loop: loop.bundles, default=None)
 
 
 def read_schedule(folder: Path, kernel: str) -> list[Schedule]:
-    """Reads the programs of a dump whose name has `kernel` in it, in order of compilation.
+    """Reads the programs of a dump whose name contains `kernel`, in the order of compilation.
 
     Args:
-      folder: of the dump (DUMP_FLAGS in LIBTPU_INIT_ARGS, before libtpu is loaded).
+      folder: folder of the dump (DUMP_FLAGS in LIBTPU_INIT_ARGS, before libtpu is loaded).
       kernel: the `name` of the pallas_call.
     """
     finals = [
@@ -112,7 +116,7 @@ def _read(path: Path) -> Schedule:
 
 
 def _ends(i: int, depth: int, depths: list[int], begins: list[int]) -> bool:
-    """Whether a loop of a depth has ended at bundle i: outside it, or a next one at its depth."""
+    """Returns whether a loop of a depth has ended before bundle i."""
     return depths[i] < depth or (depths[i] == depth and i in begins)
 
 
@@ -121,7 +125,7 @@ def _row(line: str) -> list[int]:
 
 
 def _bundles(path: Path) -> tuple[list[int], list[int]]:
-    """The depth of each bundle, and the bundles that begin a loop's body."""
+    """Returns the depth of each bundle, and the bundles that begin a loop's body."""
     depths: list[int] = []
     begins: list[int] = []
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -130,7 +134,7 @@ def _bundles(path: Path) -> tuple[list[int], list[int]]:
                 tag, marks, content = found.groups()
                 if tag == "LB":
                     begins.append(len(depths))
-                # An empty bundle may bear no marks: it waits where the one before it was.
+                # An empty bundle may have no marks: it is in the loop of the one before it.
                 waits = not marks and content.startswith("}") and depths
                 depths.append(depths[-1] if waits else len(marks))
     return depths, begins

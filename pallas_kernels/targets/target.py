@@ -1,4 +1,4 @@
-"""A chip to compile for that need not be here: what kinds of chips have in common."""
+"""A chip to compile for, which this machine need not have."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ class Target:
     """A kind of chip.
 
     Attributes:
-      name: in lower case.
-      platform: that programs are lowered for.
+      name: its name, in lower case.
+      platform: the platform that programs are lowered for.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Target:
     @property
     @abstractmethod
     def abstract_device(self) -> AbstractDevice:
-        """What Pallas knows the chip by."""
+        """The device as Pallas describes it."""
 
     @contextmanager
     def lowering(self) -> Iterator[None]:
-        """Inside, Pallas lowers for this chip."""
+        """Makes Pallas lower for this chip, inside the context."""
         kind = self.abstract_device
         mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
         with jax.sharding.use_abstract_mesh(mesh):
@@ -58,13 +58,18 @@ class Target:
     ) -> Any:
         """Compiles a function of pytrees of `jax.ShapeDtypeStruct`.
 
+        Args:
+          function: the program.
+          arguments: the types of its arguments.
+          donate_argnums: arguments that are donated.
+
         Returns:
           The compiled program, with its `memory_analysis()`.
 
         Raises:
           TargetUnavailable: the compiler is not installed.
-          ValueError: a kernel refuses the chip.
-          jax.errors.JaxRuntimeError: the compiler refuses the program.
+          ValueError: a kernel refuses the chip or the arguments.
+          jax.errors.JaxRuntimeError: the compiler rejects the program.
         """
         here = SingleDeviceSharding(self.device)
         placed = jax.tree.map(

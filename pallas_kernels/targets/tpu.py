@@ -1,7 +1,7 @@
-"""TPUs to compile for, none of which need be here: libtpu holds the compilers of all of them.
+"""TPUs to compile for, which this machine need not have: libtpu has the compilers of all of them.
 
-libtpu is looked for where TPU_LIBRARY_PATH says, in the folder `targets` of the virtual environment
-(`make setup` puts it there), and among the installed packages.
+libtpu is searched for at TPU_LIBRARY_PATH, in the folder `targets` of the virtual environment,
+where `make setup` installs it, and among the installed packages.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ ARRAYS = 4  # matrix units of a core that together give its peak rate
 
 
 def find_compiler() -> Path | None:
-    """Where libtpu is, if it is anywhere."""
+    """Returns the path of libtpu, or None if it is not installed."""
     package = importlib.util.find_spec("libtpu")
     places = [
         os.environ.get("TPU_LIBRARY_PATH"),
@@ -34,10 +34,10 @@ def find_compiler() -> Path | None:
 
 @dataclass(frozen=True)
 class TpuTarget(Target):
-    """A kind of TPU, named as Google's documents have it, without "TPU".
+    """A kind of TPU, with the name that Google's documents use, without "TPU".
 
     Attributes:
-      topology: the smallest one that libtpu describes.
+      topology: the smallest topology that libtpu describes.
     """
 
     platform = "tpu"
@@ -53,19 +53,19 @@ class TpuTarget(Target):
                 "where the platform has it"
             )
         os.environ["TPU_LIBRARY_PATH"] = str(compiler)
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no server what machine this is
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nobody owns an absent chip
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask a server about this machine
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no process owns an absent chip
         return topologies.get_topology_desc(self.topology, "tpu").devices[0]
 
     @property
     def info(self) -> pltpu.TpuInfo:
-        """What Pallas knows of the chip."""
+        """What Pallas knows about the chip."""
         with self.lowering():
             return pltpu.get_tpu_info()
 
     @property
     def clock_hz(self) -> float:
-        """Of a core, from its peak rate of bfloat16 products."""
+        """Clock rate of a core, from its peak rate of bfloat16 products."""
         info = self.info
         return info.bf16_ops_per_second / (2 * ARRAYS * info.mxu_column_size**2)
 

@@ -1,8 +1,6 @@
 """Methods from outside the package: what they get, how they are told apart, and what they share."""
 
-import runpy
 from dataclasses import dataclass
-from pathlib import Path
 
 import chex
 import jax
@@ -26,7 +24,6 @@ from jaxkv.engine import Request
 from tests.engine.disturbances import logit_bits
 from tests.engine.tiny import CheckedEngine, Tiny, random_prompts, run
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_score_method.py"
 (PROMPT,) = random_prompts(100)
 
 
@@ -179,10 +176,3 @@ def test_a_method_that_cannot_be_told_apart_is_refused():
 def test_a_method_without_a_score_says_so(mixed: Tiny):
     with pytest.raises(NotImplementedError):
         run(engine_of(mixed, ScoreMethod()), Request(prompt=PROMPT, max_new_tokens=2))
-
-
-def test_the_example_runs_as_it_stands(capsys):
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-    out = capsys.readouterr().out
-    assert "LongValues(recent=8), budget 0.5: 77 of 154 tokens dropped" in out
-    assert out.count(" 49152 bytes") == 3

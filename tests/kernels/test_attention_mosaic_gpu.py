@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv.testing.attention import LENGTHS, MIXED
 from jaxkv.testing.batches import Batch, place, random_batch
 from jaxkv.testing.bits_suite import BitsSuite, assert_same_bits
-from pallas_kernels import Pages, SharedPrefixes, gpus, ragged_paged_attention
+from pallas_kernels import Pages, SharedPrefixes, chips, ragged_paged_attention
 from pallas_kernels.attention.mosaic_gpu import call
 from tests.kernels.test_quantised_pages import check_codes
 
@@ -213,7 +213,7 @@ def arguments(layout="head_major", P=16, D=64, dtype=BFLOAT16) -> tuple:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(layout="token_major"), "pages must be head-major"),
+        (dict(layout="paired"), "pages must be head-major"),
         (dict(P=12), "P = 12 is not a multiple of 8"),
         (dict(D=80), "D = 80 is none of 64, 128, 192, 256"),
         (dict(dtype=FLOAT32), "pages of float32 would be rounded by the tensor cores"),
@@ -230,7 +230,7 @@ def test_on_another_gpu_none_takes_xla_with_one_line_in_the_log(
 ):
     want = ragged_paged_attention(*arguments(), scale=1.0, backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(gpus, "capability", lambda: capability)
+    monkeypatch.setattr(chips, "capability", lambda: capability)
     with caplog.at_level(logging.INFO):
         got = ragged_paged_attention(*arguments(), scale=1.0)
     chex.assert_trees_all_equal(got, want)

@@ -18,7 +18,7 @@ def shapes(B: int, T: int, M: int, K: int = K) -> tuple:
     """The arguments of a call, without their values."""
     return (
         jax.ShapeDtypeStruct((T, H, D), jnp.float32),
-        Pages(kv=jax.ShapeDtypeStruct((N, P, 2 * K, D), jnp.float32)),
+        Pages(kv=jax.ShapeDtypeStruct((N, 2 * K, P, D), jnp.float32)),
         *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, M), (B,), (B + 1,))),
     )
 
@@ -97,7 +97,8 @@ def counter(*, B: int, T: int, M: int = 1024, **options) -> Callable[..., int]:
     arguments = shapes(B, T, M)
     program = jax.make_jaxpr(attention(**options))(*arguments)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(arguments)[:3]]
-    count = jax.jit(lambda *arrays: run_counting(program, arrays, (N, P, 2 * K, D))[1])
+    pool = (N, 2 * K, 1, P * D)  # a page of 16 tokens is read as one run
+    count = jax.jit(lambda *arrays: run_counting(program, arrays, pool)[1])
 
     def keys_read(kv_lens: Sequence[int], q_lens: Sequence[int]) -> int:
         starts = [sum(q_lens[:b]) for b in range(B + 1)]

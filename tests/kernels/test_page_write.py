@@ -95,7 +95,7 @@ def test_values_are_rounded_to_the_nearest_even_and_overflow_to_infinity(backend
         k = np.resize(values, (T, K, D)).astype(of)
         v = -k
         want_k, want_v = k.astype(into), v.astype(into)
-    pages, slots = random_pool("token_major", into), range(8, 8 + T)
+    pages, slots = random_pool("head_major", into), range(8, 8 + T)
     arrays = jnp.asarray(k), jnp.asarray(v), int32(*slots)
     got = slots_of(write_pages(pages, *arrays, backend=backend))
     assert [got[slot] for slot in slots] == [row_bytes(want_k[t], want_v[t]) for t in range(T)]
@@ -103,7 +103,7 @@ def test_values_are_rounded_to_the_nearest_even_and_overflow_to_infinity(backend
 
 @every_backend
 def test_no_tokens_and_no_copies_change_nothing(backend):
-    pages, (k, v) = random_pool("token_major"), tokens(count=0)
+    pages, (k, v) = random_pool("head_major"), tokens(count=0)
     assert slots_of(write_pages(pages, k, v, int32(), backend=backend)) == slots_of(pages)
     assert slots_of(copy_pages(pages, int32(), int32(), backend=backend)) == slots_of(pages)
 
@@ -169,7 +169,7 @@ def test_a_donated_pool_is_updated_where_it_lies(layout):
 
 
 def test_the_pages_given_are_left_as_they_are_unless_donated():
-    pages, (k, v) = random_pool("token_major"), tokens()
+    pages, (k, v) = random_pool("head_major"), tokens()
     before = dataclasses.replace(pages, kv=jnp.array(pages.kv, copy=True))
     write_pages(pages, k, v, int32(*range(8, 8 + T)))
     copy_pages(pages, int32(1), int32(2))

@@ -89,7 +89,7 @@ def test_rows_that_no_copy_takes_are_refused(heads, D, reason):
 def test_what_it_does_not_take_is_refused():
     k, v = map(jnp.asarray, tokens())
     with pytest.raises(ValueError, match="pages must be head-major"):
-        write_pages(random_pool("token_major"), k, v, int32(*range(T)), backend="mosaic_gpu")
+        write_pages(random_pool("paired"), k, v, int32(*range(T)), backend="mosaic_gpu")
     codes = SymmetricPages(
         kv=jnp.zeros((N, 2 * K, P, 16), jnp.int8),
         scales=jnp.zeros((N, 2 * K, P), jnp.float32),

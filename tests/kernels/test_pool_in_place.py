@@ -17,7 +17,7 @@ from pallas_kernels import (
     seal_pages,
     write_pages,
 )
-from pallas_kernels.pages import LAYOUTS, by_layout, pool_shape
+from pallas_kernels.pages import LAYOUTS, pool_shape
 
 B, H, K, D, P, M = 4, 8, 2, 64, 16, 8
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -46,7 +46,7 @@ def arguments(step: Callable, T: int, dtype) -> list[jax.ShapeDtypeStruct]:
     [
         *((write_pages, 64, dtype, layout) for dtype in DTYPES for layout in LAYOUTS),
         *((copy_pages, 8, dtype, layout) for dtype in DTYPES for layout in LAYOUTS),
-        (write_and_attend, B, jnp.bfloat16, "token_major"),
+        (write_and_attend, B, jnp.bfloat16, "head_major"),
         (write_and_attend, 200, jnp.float32, "head_major"),
     ],
 )
@@ -64,13 +64,12 @@ def test_sealing_into_a_donated_pool_aliases_it_and_holds_no_second_one(layout):
     """Both pools: the codes are written, the floats are read."""
     shape = pool_shape(layout, 2048, P, K, D)
     exact = Pages(kv=jax.ShapeDtypeStruct(shape, jnp.bfloat16), layout=layout)
-    middle = by_layout(layout, P, K)
-    codes = jax.ShapeDtypeStruct((2048, *middle, D // 2), jnp.uint8)
+    codes = jax.ShapeDtypeStruct((2048, K, P, D // 2), jnp.uint8)
     pages = ChannelPages(
         k=codes,
         v=codes,
         k_parameters=jax.ShapeDtypeStruct((2048, K, 2, D), jnp.float16),
-        v_parameters=jax.ShapeDtypeStruct((2048, *middle, 2 * D // 32), jnp.float16),
+        v_parameters=jax.ShapeDtypeStruct((2048, K, P, 2 * D // 32), jnp.float16),
         layout=layout,
     )
     compiled = (

@@ -26,7 +26,7 @@ from pallas_kernels import (
     write_pages,
 )
 from pallas_kernels.codes import encode_symmetric, symmetric_scale
-from pallas_kernels.pages import LAYOUTS, by_layout, numbers_shape, pool_shape
+from pallas_kernels.pages import LAYOUTS, numbers_shape, pool_shape
 
 N, P, K, D = 9, 8, 2, 32
 BACKENDS = ("reference", "xla")
@@ -44,7 +44,7 @@ def empty(
     P, D = sizes
 
     def shape(heads: int, *rest: int) -> tuple[int, ...]:
-        return (num_pages, *by_layout(layout, P, heads), *rest)
+        return (num_pages, heads, P, *rest)
 
     def numbers(heads: int) -> tuple[int, ...]:
         return numbers_shape(layout, num_pages, P, heads)
@@ -228,8 +228,8 @@ def check_codes(
 
 @every_backend
 def test_only_the_first_count_pages_are_sealed_and_none_outside_the_pool(backend):
-    kv = np.random.default_rng(5).standard_normal((3, P, 2 * K, D)).astype(np.float32)
-    exact, pages = Pages(kv=jnp.asarray(kv)), empty("kivi2", "token_major")
+    kv = np.random.default_rng(5).standard_normal((3, 2 * K, P, D)).astype(np.float32)
+    exact, pages = Pages(kv=jnp.asarray(kv)), empty("kivi2", "head_major")
     source, target = jnp.array([0, 1, 2], jnp.int32), jnp.array([2, -1, 4], jnp.int32)
     sealed = seal_pages(pages, exact, source, target, jnp.int32(2), backend=backend)
     finite = np.isfinite(decoded(sealed)).all(axis=(1, 2, 3, 4))
@@ -237,12 +237,12 @@ def test_only_the_first_count_pages_are_sealed_and_none_outside_the_pool(backend
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(kv=jnp.zeros((N, P, 2 * K, D), jnp.int16)), "pages.kv must be int8"),
-    (dict(scales=jnp.zeros((N, P, K))), r"pages.scales must be float32 \(9, 8, 4\)"),
+    (dict(kv=jnp.zeros((N, 2 * K, P, D), jnp.int16)), "pages.kv must be int8"),
+    (dict(scales=jnp.zeros((N, K, P))), r"pages.scales must be float32 \(9, 4, 8\)"),
     (dict(scales=jnp.zeros(3)), r"pages.scales must be float32 \(4,\)"),
 ])  # fmt: skip
 def test_pages_whose_parts_do_not_fit_are_refused(change, message):
-    pages = dataclasses.replace(empty("int8", "token_major"), **change)
+    pages = dataclasses.replace(empty("int8", "head_major"), **change)
     with pytest.raises(ValueError, match=message):
         copy_pages(pages, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
 

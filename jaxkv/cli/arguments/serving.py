@@ -16,7 +16,7 @@ from jaxkv.engine import SamplingParams
 from jaxkv.errors import UsageError
 from jaxkv.kv_format import FORMATS
 from jaxkv.llm import page_size_for
-from pallas_kernels.attention.api import PREFERENCE
+from pallas_kernels.attention.api import BACKENDS
 
 Arguments = argparse.ArgumentParser | argparse._ArgumentGroup
 
@@ -81,9 +81,9 @@ def add_backend_argument(parser: Arguments) -> None:
     here = jax.default_backend()
 
     def backend(name: str) -> str:
-        if name not in BACKEND_NAMES:
+        platforms = next((one.platforms for one in BACKENDS if one.name == name), None)
+        if platforms is None:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(BACKEND_NAMES)}")
-        platforms = [platform for platform, names in PREFERENCE.items() if name in names]
         if platforms and here not in platforms:
             raise argparse.ArgumentTypeError(f"{name} is for {' and '.join(platforms)}, not {here}")
         return name

@@ -1,4 +1,4 @@
-"""Ragged paged attention for NVIDIA GPUs of the Hopper kind: `call` says how it works."""
+"""Ragged paged attention for NVIDIA Hopper GPUs; the docstring of `call` says how it works."""
 
 from pallas_kernels.attention.mosaic_gpu.call import block_tokens as block_tokens
 from pallas_kernels.attention.mosaic_gpu.call import (

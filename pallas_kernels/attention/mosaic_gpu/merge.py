@@ -1,7 +1,7 @@
 """The kernel that joins the partial results of each tile's items.
 
-Items of a tile lie side by side, in the order of their keys, and are added in that order: an item
-of which a row sees nothing adds zeros, so a row's sum does not depend on how many items there are.
+The items of a tile are stored in the order of their keys and are added in that order. An item of
+which a row sees no key adds zeros, so the sum of a row does not depend on the number of items.
 """
 
 import jax
@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.mosaic_gpu.plan import BY_COLUMN, LOG2_E, MATRIX, Ref, div, store
+from pallas_kernels.arith import LOG2_E, Ref
+from pallas_kernels.attention.mosaic_gpu.plan import BY_COLUMN, MATRIX, div, store
 
 STATS = 64  # items whose maxima are read at once
 AHEAD = 8  # items that are read ahead
@@ -28,22 +29,22 @@ def merge(
     """Joins the items of each tile.
 
     Args:
-      weighted, stats: see `walk.walk`, whose items are at least STATS.
+      weighted, stats: the results of `walk.walk`, of at least STATS items.
       starts: `[tiles + 1]` int32, first item of each tile.
-      sink: `[heads, N]` float32, one more logit a row, in units of log 2; -inf for none.
-      out_dtype: of out.
+      sink: `[heads, rows]` float32, one more logit per row, in units of log 2; -inf for none.
+      out_dtype: type of out.
 
     Returns:
-      `out [tiles, heads, D, N]` and `lse [tiles, heads, N]` float32, natural log.
+      `out [tiles, heads, D, rows]` and `lse [tiles, heads, rows]` float32, natural log.
     """
-    tiles, (_, heads, D, N) = starts.shape[0] - 1, weighted.shape
+    tiles, (_, heads, D, rows) = starts.shape[0] - 1, weighted.shape
     call = plgpu.kernel(
         _kernel,
         out_type=(
-            jax.ShapeDtypeStruct((tiles, heads, D, N), out_dtype),
-            jax.ShapeDtypeStruct((tiles, heads, N), jnp.float32),
+            jax.ShapeDtypeStruct((tiles, heads, D, rows), out_dtype),
+            jax.ShapeDtypeStruct((tiles, heads, rows), jnp.float32),
         ),
-        # The last one may be the largest by far.
+        # Only the last axis of a grid may be very long.
         grid=(D // SLICE, heads, tiles),
         grid_names=("slice", "head", "tile"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -53,17 +54,18 @@ def merge(
 
 
 def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Ref) -> None:
+    """Joins the items of one tile and head, for one slice of channels."""
     tile, head, part = (lax.axis_index(name) for name in ("tile", "head", "slice"))
-    N = weighted.shape[3]
+    rows = weighted.shape[3]
     first, end = starts[tile], starts[tile + 1]
     channels = pl.ds(part * SLICE, SLICE)
     own = plgpu.load(sink.at[head], layout=BY_COLUMN, optimized=False)
 
     def higher(i: jax.Array, maximum: jax.Array) -> jax.Array:
-        # Read from where they are all there.
+        # All STATS numbers of the load exist: near the end it begins earlier.
         start = jnp.minimum(first + i * STATS, stats.shape[2] - STATS)
         values = plgpu.load(stats.at[0, head, pl.ds(start, STATS)], layout=MATRIX, optimized=False)
-        item = start + plgpu.broadcasted_iota(jnp.int32, (STATS, N), 0, layout=MATRIX)
+        item = start + plgpu.broadcasted_iota(jnp.int32, (STATS, rows), 0, layout=MATRIX)
         values = jnp.where((item >= first) & (item < end), values, -jnp.inf)
         return jnp.maximum(maximum, values.max(axis=0))
 
@@ -76,8 +78,8 @@ def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Re
             item = first + i * AHEAD + n
             here = jnp.minimum(item, end - 1)
             m, total = (
-                plgpu.load(stats.at[k, head, here], layout=BY_COLUMN, optimized=False)
-                for k in (0, 1)
+                plgpu.load(stats.at[which, head, here], layout=BY_COLUMN, optimized=False)
+                for which in (0, 1)
             )
             values = plgpu.load(weighted.at[here, head, channels], layout=MATRIX, optimized=False)
             counts = jnp.where(item < end, 1.0, 0.0)
@@ -90,7 +92,7 @@ def _kernel(weighted: Ref, stats: Ref, starts: Ref, sink: Ref, out: Ref, lse: Re
 
     begin = (
         jnp.exp2(own - finite),
-        plgpu.layout_cast(jnp.zeros((SLICE, N), jnp.float32), MATRIX),
+        plgpu.layout_cast(jnp.zeros((SLICE, rows), jnp.float32), MATRIX),
     )
     steps = div(end - first + AHEAD - 1, AHEAD)
     denominator, summed = lax.fori_loop(jnp.int32(0), steps, add, begin)

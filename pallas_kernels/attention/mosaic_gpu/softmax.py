@@ -1,11 +1,11 @@
-"""The warpgroup that computes: the online softmax of an item, keys as rows.
+"""The warpgroup that computes: the online softmax of an item, with keys as rows of the products.
 
-    S^T = K q^T               [block, N]   a tile of N = 8 query rows wastes none of the 64 rows
-    P^T = exp2(S^T - max)                  that a product has: those are keys
-    O^T = O^T decay + V^T P^T [D, N]
+    S^T = K q^T               [keys, rows]   a product has 64 rows: keys fill them, where a tile of
+    P^T = exp2(S^T - max)                    8 query rows would waste most of them
+    O^T = O^T decay + V^T P^T [D, rows]
 
-The maximum goes over rows, through shuffles and a little shared memory; P^T goes through shared
-memory to become an operand. What no row sees of V is zeroed there first, since 0 * NaN is NaN.
+The maximum over keys goes through shuffles and a little shared memory. P^T goes through shared
+memory to become an operand. Values that no row sees are zeroed there first, since 0 * NaN is NaN.
 """
 
 import itertools
@@ -18,17 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.mosaic_gpu.fetch import Operands
+from pallas_kernels.arith import LOG2_E, Ref, Scalar
+from pallas_kernels.attention.mosaic_gpu.fetch import OperandsScratch
 from pallas_kernels.attention.mosaic_gpu.plan import (
     BY_COLUMN,
     BY_ROW,
-    LOG2_E,
     MATRIX,
     PRODUCT,
-    Item,
+    ItemFields,
     Plan,
-    Ref,
-    Scalar,
     rem,
 )
 
@@ -36,32 +34,35 @@ State = tuple[jax.Array, jax.Array, list[jax.Array]]
 
 
 class Blocks(Protocol):
-    """Where a block of keys is found, by its number over all items."""
+    """Where the computing warpgroup finds a block of keys, by its number over all items."""
 
     def k(self, number: Scalar) -> Ref:
-        """K `[block, D]`, once it is there."""
+        """Waits for the block's K, and returns it: `[block_tokens, D]`."""
         ...
 
     def scales(self) -> tuple[jax.Array, jax.Array] | None:
-        """Of K and of V, `[block]` float32, between `k` and `k_used`; None where there are none."""
+        """Returns the scales of K and of V, `[block_tokens]` float32, or None if there are none.
+
+        It is called between `k` and `k_used`.
+        """
         ...
 
     def k_used(self) -> None:
-        """K is not needed any more, nor are the scales."""
+        """Says that K and the scales are not needed any more."""
         ...
 
     def v(self, number: Scalar) -> Ref:
-        """V `[block, D]`, once it is there."""
+        """Waits for the block's V, and returns it: `[block_tokens, D]`."""
         ...
 
     def v_used(self, number: Scalar) -> None:
-        """V is not needed any more."""
+        """Says that V is not needed any more."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FloatBlocks:
-    """In the ring that they were copied to, `[2, stages, block, D]`."""
+    """Blocks of floats, in the ring `[2, stages, block_tokens, D]` that they were copied to."""
 
     ring: Ref
     filled: Ref
@@ -85,67 +86,70 @@ class FloatBlocks:
         plgpu.barrier_arrive(self.emptied.at[rem(number, self.ring.shape[1])])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CodeBlocks:
-    """Made of codes, one at a time."""
+    """Blocks that are converted from codes, one at a time."""
 
-    operands: Operands
+    made: OperandsScratch
 
     def k(self, number: Scalar) -> Ref:
-        plgpu.barrier_wait(self.operands.k_made.at[0])
-        return self.operands.k
+        plgpu.barrier_wait(self.made.k_made.at[0])
+        return self.made.k
 
     def scales(self) -> tuple[jax.Array, jax.Array] | None:
-        if (scales := self.operands.scales) is None:
+        if (scales := self.made.scales) is None:
             return None
         of_k, of_v = (plgpu.load(scales.at[which], layout=BY_ROW) for which in (0, 1))
         return of_k, of_v
 
     def k_used(self) -> None:
-        plgpu.barrier_arrive(self.operands.k_used.at[0])
+        plgpu.barrier_arrive(self.made.k_used.at[0])
 
     def v(self, number: Scalar) -> Ref:
-        plgpu.barrier_wait(self.operands.v_made.at[0])
-        return self.operands.v
+        plgpu.barrier_wait(self.made.v_made.at[0])
+        return self.made.v
 
     def v_used(self, number: Scalar) -> None:
-        plgpu.barrier_arrive(self.operands.v_used.at[0])
+        plgpu.barrier_arrive(self.made.v_used.at[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
     """The online softmax of an item, logits in units of log 2.
 
-    The state is the maximum `[N]`, sums of exponentials by row of a block `[block, N]` and the
-    weighted sum of V, `[channels, N]` of each slice of D.
+    The state is the maximum `[rows]`, the sums of exponentials `[block_tokens, rows]`, by index of
+    a key within its block, and the weighted sums of V, `[channels, rows]` for each slice of D.
 
     Attributes:
-      q: `[N, D]`.
-      bounds: `[tiles, 2, N]`, keys [low, high) that each row sees.
-      weights: `[N, block]`, room for P.
+      plan: sizes.
+      fields: the item.
+      blocks: where its keys are.
+      q: `[rows, D]`.
+      bounds: `[tiles, 2, rows]` int32, keys [low, high) that each row sees.
+      weights: `[rows, block_tokens]`, room for the weights.
     """
 
     plan: Plan
-    item: Item
+    fields: ItemFields[Scalar]
     blocks: Blocks
     q: Ref
     bounds: Ref
     weights: Ref
 
     def empty(self) -> State:
-        """No key yet."""
-        N = self.plan.rows
+        """Returns the state of no keys."""
+        rows = self.plan.rows
         return (
-            plgpu.layout_cast(jnp.full((N,), -jnp.inf, jnp.float32), BY_COLUMN),
-            plgpu.layout_cast(jnp.zeros((self.plan.block, N), jnp.float32), MATRIX),
+            plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), BY_COLUMN),
+            plgpu.layout_cast(jnp.zeros((self.plan.block_tokens, rows), jnp.float32), MATRIX),
             [
-                plgpu.layout_cast(jnp.zeros((part.stop - part.start, N), jnp.float32), MATRIX)
+                plgpu.layout_cast(jnp.zeros((part.stop - part.start, rows), jnp.float32), MATRIX)
                 for part in self.plan.slices
             ],
         )
 
     def add(self, j: Scalar, number: Scalar, state: State) -> State:
-        """Adds block j, of that number over all items."""
+        """Adds block j of the keys, which is block `number` over all items."""
         maximum, total, weighted = state
         product = _product(self.blocks.k(number), self.q.transpose((1, 0)))
         scales = self.blocks.scales()
@@ -158,7 +162,7 @@ class Softmax:
         decay = jnp.exp2(maximum - finite)
         weights = jnp.exp2(logits - lax.broadcast_in_dim(finite, logits.shape, [1]))
         total = total * lax.broadcast_in_dim(decay, total.shape, [1]) + weights
-        if scales is not None:  # of what is not seen they may be NaN
+        if scales is not None:  # scales of keys that are not seen may be NaN
             scaled = weights * lax.broadcast_in_dim(scales[1], weights.shape, [0])
             weights = jnp.where(weights > 0.0, scaled, 0.0)
         self.weights.transpose((1, 0))[...] = plgpu.layout_cast(
@@ -182,8 +186,8 @@ class Softmax:
         return _tanh(product * (options.scale / options.soft_cap)) * (options.soft_cap * LOG2_E)
 
     def _masked(self, j: Scalar, logits: jax.Array) -> jax.Array:
-        """Logits of block j, -inf where a row does not see the key."""
-        item, block = self.item, self.plan.block
+        """Replaces logits of block j by -inf where a row does not see the key."""
+        item, block = self.fields, self.plan.block_tokens
         low, high = (
             jnp.maximum(item.start, item.inner_start),
             jnp.minimum(item.end, item.inner_end),
@@ -206,13 +210,14 @@ class Softmax:
         return lax.cond(whole, lambda logits: logits, mask, logits)
 
     def _blank(self, j: Scalar, v: Ref) -> None:
-        """Zeroes what the item has not of V."""
-        start, end = (x - j * self.plan.block for x in (self.item.start, self.item.end))
+        """Zeros the values of block j that are not in the item."""
+        block = self.plan.block_tokens
+        start, end = (x - j * block for x in (self.fields.start, self.fields.end))
 
-        @pl.when((start > 0) | (end < self.plan.block))
+        @pl.when((start > 0) | (end < block))
         def _() -> None:
             for first, channel in itertools.product(
-                range(0, self.plan.block, PRODUCT), range(0, self.plan.head_dim, PRODUCT)
+                range(0, block, PRODUCT), range(0, self.plan.head_dim, PRODUCT)
             ):
                 part = v.at[pl.ds(first, PRODUCT), pl.ds(channel, PRODUCT)]
                 values = plgpu.load(part, layout=MATRIX)
@@ -222,15 +227,17 @@ class Softmax:
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-    """The instruction for it has 11 bits. Of 1 - 2 / (exp(2 x) + 1) a small x would keep few, for
-    which the first terms of the series do."""
+    """Computes tanh in float32; the GPU's instruction has 11 bits only.
+
+    `1 - 2 / (exp(2 x) + 1)` would lose most bits of a small x, for which a series is used.
+    """
     square = x * x
     series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
     return jnp.where(square < 0.04, series, 1.0 - 2.0 / (jnp.exp2(x * (2 * LOG2_E)) + 1.0))
 
 
 def _product(a: Ref, b: Ref) -> jax.Array:
-    """`a @ b` of two matrices in shared memory, in float32."""
+    """Returns `a @ b` of two matrices in shared memory, in float32."""
 
     def multiply(out: Ref) -> jax.Array:
         plgpu.wgmma(out, a, b)

@@ -1,18 +1,20 @@
-"""The kernel that walks keys: of each item of work, the partial result.
+"""The kernel that walks the keys: it computes the partial result of each item of work.
 
-An item is a tile of query rows and a stretch of keys that ends at fixed positions; each head of it
-is work by itself. Blocks of threads stay on their processor and take every `ctas`-th. In each one
-warpgroup fetches (`fetch`) and one computes (`softmax`), with barriers between them:
+An item is a tile of query rows and a range of keys that is cut at fixed positions. Each head of an
+item is a unit of work of its own. A block of threads stays on its processor and takes every
+`ctas`-th unit. In it, one warpgroup fetches (`fetch`) and one computes (`softmax`), with barriers
+between them:
 
-    fetch     page ids -> copies -> ring of `stages` blocks -> of codes: numbers
+    fetch     page ids -> copies -> ring of `stages` blocks -> conversion of codes
     compute                         K q^T -> weights -> V^T P^T
 
-Not here: what the items are, and joining their results (`call`, `merge`).
+`call` makes the items; `merge` joins their results.
 """
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,94 +22,125 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.mosaic_gpu.fetch import SCALES, Fetch, Operands
-from pallas_kernels.attention.mosaic_gpu.plan import Plan, Ref, Scalar, Work, rem, store
-from pallas_kernels.attention.mosaic_gpu.softmax import CodeBlocks, FloatBlocks, Softmax
+from pallas_kernels.arith import Ref, Scalar
+from pallas_kernels.attention.mosaic_gpu.fetch import SCALES, Fetch, Operands, OperandsScratch
+from pallas_kernels.attention.mosaic_gpu.plan import Plan, Work, rem, store
+from pallas_kernels.attention.mosaic_gpu.softmax import Blocks, CodeBlocks, FloatBlocks, Softmax
 
 SWIZZLE = 128  # bytes of a row of a tile of an operand
-THREADS = 256  # of a block: two warpgroups
+THREADS = 256  # threads of a block: two warpgroups
 
 
-def walk(
-    plan: Plan,
-    q: jax.Array,
-    bounds: jax.Array,
-    work: jax.Array,
-    num_work: jax.Array,
-    table: jax.Array,
-    pools: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array]:
+class Inputs(NamedTuple):
+    """The arrays that the kernel reads.
+
+    Attributes:
+      q: `[tiles, heads, rows, D]`.
+      bounds: `[tiles, 2, rows]` int32, keys [low, high) that each row sees.
+      items: `[items, fields]` int32, see `plan.ItemFields`.
+      num_items: `[1]` int32, items in use; they come first.
+      table: `[B, M]` int32.
+      pools: the arrays of the pages: K and V, and scales if the pages have some. Heads and pages
+        are one axis, since a copy has at most five, two of which tiles take.
+    """
+
+    q: Ref
+    bounds: Ref
+    items: Ref
+    num_items: Ref
+    table: Ref
+    pools: Sequence[Ref]
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a block of threads.
+
+    Attributes:
+      emptied: barriers of the stages of floats: the block is not needed any more. None for codes,
+        whose stages the fetching warpgroup empties itself.
+      filled: barriers of the stages: all copies of the block have arrived.
+      operands: where codes are converted to; None for floats.
+      q_emptied, q_filled: barriers of the places of queries.
+      q_ring: `[places, rows, D]`.
+      rings: one per pool, `[2, stages, ...]`, K first.
+      weights: `[rows, block_tokens]`, the weights as an operand of a product.
+    """
+
+    emptied: Ref | None
+    filled: Ref
+    operands: OperandsScratch | None
+    q_emptied: Ref
+    q_filled: Ref
+    q_ring: Ref
+    rings: Sequence[Ref]
+    weights: Ref
+
+    @classmethod
+    def of(cls, plan: Plan, dtypes: Sequence[jnp.dtype]) -> "Scratch":
+        """Returns the types of the memory, for pools of some dtypes."""
+        block, D, has_codes = plan.block_tokens, plan.head_dim, plan.code is not None
+        rings = [_matrix(dtypes[0], 2, plan.stages, block, D)]
+        if plan.scaled:
+            room = max(plan.run, SCALES)
+            rings.append(plgpu.SMEM((2, plan.stages, plan.runs, room), jnp.float32))
+        # Codes are fetched up to `stages - 1` blocks ahead, each of which may begin another item.
+        q_places = plan.stages if has_codes else 2
+        one = plgpu.Barrier(num_barriers=1)
+        operands = OperandsScratch(
+            k=_matrix(plan.dtype, block, D),
+            k_made=one,
+            k_used=one,
+            scales=plgpu.SMEM((2, block), jnp.float32) if plan.scaled else None,
+            v=_matrix(plan.dtype, block, D),
+            v_made=one,
+            v_used=one,
+        )
+        copies = 2 * len(dtypes) * plan.runs
+        return cls(
+            emptied=None if has_codes else plgpu.Barrier(num_barriers=plan.stages),
+            filled=plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
+            operands=operands if has_codes else None,
+            q_emptied=plgpu.Barrier(num_barriers=q_places),
+            q_filled=plgpu.Barrier(num_barriers=q_places),
+            q_ring=_matrix(plan.dtype, q_places, plan.rows, D),
+            rings=rings,
+            weights=_matrix(plan.dtype, plan.rows, block),
+        )
+
+
+def walk(plan: Plan, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel.
 
     Args:
       plan: sizes.
-      q: `[tiles, heads, N, D]`.
-      bounds: `[tiles, 2, N]` int32, keys [low, high) that each row sees.
-      work: `[items, 6]` int32, see `plan.Work`.
-      num_work: `[1]` int32, items in use; they come first.
-      table: `[B, M]` int32.
-      pools: `[N, 2K, P, D]`, and scales `[N, 2K, P]` where the plan has some.
+      inputs: arrays; the pools are `[N, 2K, P, D]`, and scales `[N, 2K, P]`.
 
     Returns:
-      Of each item and head the weighted sum of V `[items, heads, D, N]` and `[2, heads, items, N]`,
-      the maximum of the logits in units of log 2 and the sum of exponentials, all float32; of items
-      that are not in use anything.
+      For each item and head the weighted sum of V, `[items, heads, D, rows]`, and `[2, heads,
+      items, rows]`: the maximum of the logits in units of log 2, and the sum of exponentials. All
+      are float32. Items that are not in use have anything.
     """
-    N, D, items = plan.rows, plan.head_dim, work.shape[0]
+    heads, num_items = plan.tile_heads, inputs.items.shape[0]
     call = plgpu.kernel(
-        functools.partial(_kernel, plan, len(pools)),
+        functools.partial(_kernel, plan),
         out_type=(
-            jax.ShapeDtypeStruct((items, plan.heads, D, N), jnp.float32),
-            jax.ShapeDtypeStruct((2, plan.heads, items, N), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, heads, plan.head_dim, plan.rows), jnp.float32),
+            jax.ShapeDtypeStruct((2, heads, num_items, plan.rows), jnp.float32),
         ),
         grid=(plan.ctas,),
         grid_names=("cta",),
         num_threads=THREADS // 128,
         thread_name="role",
-        scratch_types=_scratch(plan, [pool.dtype for pool in pools]),
+        scratch_types=[Scratch.of(plan, [pool.dtype for pool in inputs.pools])],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="ragged_paged_attention",
     )
-    # One leading axis: a copy has five at most, two of which tiles take.
-    flat = [pool.reshape(-1, *pool.shape[2:]) for pool in pools]
-    return call(q, bounds, work, num_work, table, *flat)
-
-
-def _scratch(plan: Plan, dtypes: list[jnp.dtype]) -> dict[str, Any]:
-    """Shared memory and barriers."""
-    block, D = plan.block, plan.head_dim
-    rings = [_matrix(dtypes[0], 2, plan.stages, block, D)]
-    if plan.scaled:
-        room = max(plan.run, SCALES)
-        rings.append(plgpu.SMEM((2, plan.stages, plan.runs, room), jnp.float32))
-    copies = 2 * len(dtypes) * plan.runs
-    # Where codes are fetched ahead of their use by the same warpgroup, that many items may be.
-    q_room = 2 if plan.code is None else plan.stages
-    scratch: dict[str, Any] = dict(
-        rings=rings,
-        q_ring=_matrix(plan.dtype, q_room, plan.rows, D),
-        weights=_matrix(plan.dtype, plan.rows, block),
-        filled=plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
-        q_filled=plgpu.Barrier(num_barriers=q_room),
-        q_emptied=plgpu.Barrier(num_barriers=q_room),
-    )
-    if plan.code is None:
-        return scratch | dict(emptied=plgpu.Barrier(num_barriers=plan.stages))
-    return scratch | dict(
-        operands=dict(
-            k=_matrix(plan.dtype, block, D),
-            v=_matrix(plan.dtype, block, D),
-            scales=plgpu.SMEM((2, block), jnp.float32) if plan.scaled else None,
-            **{
-                name: plgpu.Barrier(num_barriers=1)
-                for name in ("k_made", "v_made", "k_used", "v_used")
-            },
-        )
-    )
+    flat = [pool.reshape(-1, *pool.shape[2:]) for pool in inputs.pools]
+    return call(inputs._replace(pools=flat))
 
 
 def _matrix(dtype: jnp.dtype, *shape: int) -> Any:
-    """Shared memory in the tiles that products and copies take."""
+    """Shared memory in the tiles that products and copies need."""
     width = math.gcd(SWIZZLE // dtype.itemsize, shape[-1])  # 64 codes where D is 192
     transforms = (
         plgpu.TilingTransform((8, width)),  # pyright: ignore[reportAbstractUsage]
@@ -116,61 +149,65 @@ def _matrix(dtype: jnp.dtype, *shape: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _kernel(plan: Plan, num_pools: int, *refs: Ref, **scratch: Any) -> None:
-    q, bounds, items, num_items, table, *others = refs
-    pools, (weighted, stats) = others[:num_pools], others[num_pools:]
+def _kernel(plan: Plan, inputs: Inputs, weighted: Ref, stats: Ref, scratch: Scratch) -> None:
+    """Computes the items of one block of threads.
+
+    Args:
+      plan: sizes.
+      inputs: arrays in the device's memory.
+      weighted, stats: the results, see `walk`.
+      scratch: shared memory.
+    """
     cta, role = lax.axis_index("cta"), lax.axis_index("role")
-    work = Work(plan=plan, items=items, cta=cta, count=num_items[0] * plan.heads)
-    q_ring, q_filled, q_emptied = (scratch[name] for name in ("q_ring", "q_filled", "q_emptied"))
-    operands = None
-    if plan.code is not None:
-        operands = Operands(plan=plan, **scratch["operands"])
+    count = inputs.num_items[0] * plan.tile_heads
+    work = Work(plan=plan, items=inputs.items, cta=cta, count=count)
+    operands = None if scratch.operands is None else Operands(plan, scratch.operands)
 
     @pl.when(role == 1)
     def _() -> None:
         fetch = Fetch(
             plan=plan,
             work=work,
-            q=q,
-            table=table,
-            pools=tuple(pools),
-            rings=tuple(scratch["rings"]),
-            filled=scratch["filled"],
-            q_ring=q_ring,
-            q_filled=q_filled,
-            q_emptied=q_emptied,
+            q=inputs.q,
+            table=inputs.table,
+            pools=inputs.pools,
+            rings=scratch.rings,
+            filled=scratch.filled,
+            q_ring=scratch.q_ring,
+            q_filled=scratch.q_filled,
+            q_emptied=scratch.q_emptied,
         )
         if operands is None:
-            fetch.floats(scratch["emptied"])
+            fetch.floats(scratch.emptied)
         else:
             fetch.codes(operands)
 
     @pl.when(role == 0)
     def _() -> None:
         if operands is None:
-            ring, filled, emptied = (scratch["rings"][0], scratch["filled"], scratch["emptied"])
-            blocks = FloatBlocks(ring=ring, filled=filled, emptied=emptied)
+            ring, filled = scratch.rings[0], scratch.filled
+            blocks: Blocks = FloatBlocks(ring=ring, filled=filled, emptied=scratch.emptied)
         else:
-            blocks = CodeBlocks(operands=operands)
+            blocks = CodeBlocks(operands.scratch)
 
         def attend(n: Scalar, number: Scalar) -> Scalar:
-            """Attends over item n; `number` blocks came before it."""
-            item, place = work[n], rem(n, q_ring.shape[0])
+            """Computes item n, before which there were `number` blocks."""
+            item, place = work[n], rem(n, scratch.q_ring.shape[0])
             softmax = Softmax(
                 plan=plan,
-                item=item,
+                fields=item.fields,
                 blocks=blocks,
-                q=q_ring.at[place],
-                bounds=bounds,
-                weights=scratch["weights"],
+                q=scratch.q_ring.at[place],
+                bounds=inputs.bounds,
+                weights=scratch.weights,
             )
 
             def add(j: Scalar, state: Any) -> Any:
                 return softmax.add(j, number + j - item.first, state)
 
-            plgpu.barrier_wait(q_filled.at[place])
+            plgpu.barrier_wait(scratch.q_filled.at[place])
             state = lax.fori_loop(item.first, item.last, add, softmax.empty())
-            plgpu.barrier_arrive(q_emptied.at[place])
+            plgpu.barrier_arrive(scratch.q_emptied.at[place])
             maximum, total, sums = state
             for part, summed in zip(plan.slices, sums, strict=True):
                 channels = pl.ds(part.start, part.stop - part.start)

@@ -1,4 +1,4 @@
-"""Ragged paged attention for TPUs: `call` says how it works."""
+"""Ragged paged attention for TPUs; the docstring of `call` says how it works."""
 
 from pallas_kernels.attention.mosaic_tpu.call import (
     ragged_paged_attention as ragged_paged_attention,

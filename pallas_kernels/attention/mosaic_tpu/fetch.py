@@ -1,9 +1,8 @@
-"""Pages and page ids on their way from HBM, ahead of the tile and the block that are worked on."""
+"""Copies of pages and page ids from HBM, ahead of the tile and the block that are computed."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,140 +10,157 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention.mosaic_tpu.plan import FIELDS, REGISTER_ROWS, Plan, Ref, Scalar, skew
+from pallas_kernels.arith import Ref, Scalar
+from pallas_kernels.attention.mosaic_tpu.plan import (
+    REGISTER_ROWS,
+    Column,
+    Plan,
+    TileScalars,
+    skew,
+)
 
 
-@dataclass(frozen=True)
-class TileScalars:
-    """What `call` says of tile t; blocks [first, last) hold all its keys, [low, high)."""
+class FetchScratch(NamedTuple):
+    """Memory of `Fetch`.
 
-    ref: Ref
-    count: int
+    Attributes:
+      ids: `[num_buffers * table_width]` int32, the page ids of some tiles.
+      cursor: `[3]` int32: the number of blocks that earlier tiles consumed, and the tile and block
+        to fetch next. It keeps its values from one tile to the next.
+      keys: `[num_buffers, K, X, block_tokens + skew, lanes]`, the keys and values of some blocks;
+        those of a head lie side by side.
+      parameters: for pages of codes one buffer, `[num_buffers, pages_per_block, ...]`, with the
+        parameters of each page as they are stored; else empty.
+      ids_arrived, pages_arrived: semaphores, one per buffer.
+    """
 
-    def _read(self, name: str, t: Scalar) -> jax.Array:
-        return self.ref[FIELDS.index(name) * (self.count + 1) + t]
+    ids: Ref
+    cursor: Ref
+    keys: Ref
+    parameters: Sequence[Ref]
+    ids_arrived: Ref
+    pages_arrived: Ref
 
-    def __getattr__(self, name: str) -> Callable[[Scalar], jax.Array]:
-        return functools.partial(self._read, name)
+    @classmethod
+    def of(cls, plan: Plan, pools: Sequence[jax.Array]) -> "FetchScratch":
+        """Returns the types of the memory."""
+        kv, *parameters = pools
+        keys = *kv.shape[1:3], plan.block_tokens + skew(kv.dtype), plan.lanes
+        return cls(
+            ids=pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
+            cursor=pltpu.SMEM((3,), jnp.int32),
+            keys=pltpu.VMEM((plan.num_buffers, *keys), kv.dtype),
+            parameters=[
+                pltpu.VMEM((plan.num_buffers, plan.pages_per_block, *x.shape[1:]), x.dtype)
+                for x in parameters
+            ],
+            ids_arrived=pltpu.SemaphoreType.DMA((plan.num_buffers,)),
+            pages_arrived=pltpu.SemaphoreType.DMA((plan.num_buffers,)),
+        )
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Blocks of pages on their way from HBM, `num_buffers - 1` ahead of the one in work.
+    """Copies blocks of pages from HBM, `num_buffers - 1` blocks ahead of the one in use.
 
-    Blocks are numbered over all tiles, and number k goes to buffer `k % num_buffers`. The cursor
-    outlives a grid step: number of blocks consumed before this tile, then tile and block to fetch
-    next.
+    Blocks are numbered over all tiles; block `number` goes to buffer `number % num_buffers`. In the
+    methods, t is a tile, j a block of that tile and i a page of that block.
 
-    Buffers hold a block's keys, those of a head side by side, `[num_buffers, K, X, block_tokens
-    and some, L]`; and, of codes, the parameters of its pages as they are.
+    Attributes:
+      plan: sizes.
+      tiles: scalars of all tiles.
+      table: `[B * table_width]` int32, page ids in HBM.
+      pools: arrays of the pages in HBM, keys and values first.
+      scratch: buffers.
     """
 
     plan: Plan
-    tile: TileScalars
+    tiles: TileScalars[Column]
     table: Ref
     pools: Sequence[Ref]
-    ids: Ref
-    cursor: Ref
-    buffers: Sequence[Ref]
-    ids_arrived: Ref
-    pages_arrived: Ref
-
-    @staticmethod
-    def scratch(plan: Plan, pools: Sequence[jax.Array]) -> list[Any]:
-        """Of the last five attributes."""
-        kv, *parameters = pools
-        blocks = [(*kv.shape[1:3], plan.block_tokens + skew(kv.dtype), plan.lanes)]
-        blocks += [(plan.pages_per_block, *x.shape[1:]) for x in parameters]
-        return [
-            pltpu.SMEM((plan.num_buffers * plan.table_width,), jnp.int32),
-            pltpu.SMEM((3,), jnp.int32),
-            [
-                pltpu.VMEM((plan.num_buffers, *block), pool.dtype)
-                for block, pool in zip(blocks, pools, strict=True)
-            ],
-            pltpu.SemaphoreType.DMA((plan.num_buffers,)),
-            pltpu.SemaphoreType.DMA((plan.num_buffers,)),
-        ]
+    scratch: FetchScratch
 
     def begin(self) -> None:
-        """Before the first tile."""
-        self.cursor[0], self.cursor[1], self.cursor[2] = 0, 0, self.tile.first(0)
+        """Starts the first copies, before the first tile."""
+        cursor = self.scratch.cursor
+        cursor[0], cursor[1], cursor[2] = 0, 0, self.tiles.first[0]
         ahead = self.plan.num_buffers - 1
         for t in range(ahead):
             self.start_ids(t)
-        for k in range(ahead):
-            self.start_next(k)
+        for number in range(ahead):
+            self.start_next(number)
 
     def start_ids(self, t: Scalar) -> None:
-        """Starts the page ids of a tile's sequence."""
+        """Starts the copy of the page ids of a tile's sequence."""
         pl.when(t < pl.num_programs(0))(lambda: self._ids(t).start())
 
-    def start_next(self, k: Scalar) -> None:
-        """Starts the block at the cursor, number k, if there is one; whatever of it is there."""
-        t, j, n = self.cursor[1], self.cursor[2], self.plan.pages_per_block
+    def start_next(self, number: Scalar) -> None:
+        """Starts the copies of the block at the cursor, if there is one.
+
+        Only pages that hold keys of the tile are copied.
+        """
+        t, j, n = self.scratch.cursor[1], self.scratch.cursor[2], self.plan.pages_per_block
 
         @pl.when(t < pl.num_programs(0))
         def _() -> None:
-            pl.when(j == self.tile.first(t))(lambda: self._ids(t).wait())
+            pl.when(j == self.tiles.first[t])(lambda: self._ids(t).wait())
             low, high = self._pages(t, j)
             whole = (low == 0) & (high == n)
-            pl.when(whole)(lambda: self._start(t, j, k, range(n)))
+            pl.when(whole)(lambda: self._start(t, j, number, range(n)))
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                lax.fori_loop(low, high, lambda i, _: self._page(t, j, k, i), None)
+                lax.fori_loop(low, high, lambda i, _: self._page(t, j, number, i), None)
 
-            self.move_behind(t, j)
+            self.move_past(t, j)
 
-    def start_share(self, t: Scalar, j: Scalar, k: Scalar, share: int) -> None:
-        """Starts a group's share of block j of tile t, number k, all of whose pages are there."""
+    def start_share(self, t: Scalar, j: Scalar, number: Scalar, share: int) -> None:
+        """Starts the copies of one of `num_groups` shares of a block that the tile sees whole."""
         n, groups = self.plan.pages_per_block, self.plan.num_groups
-        self._start(t, j, k, range(share * n // groups, (share + 1) * n // groups))
+        self._start(t, j, number, range(share * n // groups, (share + 1) * n // groups))
 
-    def _start(self, t: Scalar, j: Scalar, k: Scalar, pages: range) -> None:
+    def _start(self, t: Scalar, j: Scalar, number: Scalar, pages: range) -> None:
         for i in pages:
-            self._page(t, j, k, i)
+            self._page(t, j, number, i)
 
-    def move_behind(self, t: Scalar, j: Scalar) -> None:
+    def move_past(self, t: Scalar, j: Scalar) -> None:
         """Moves the cursor to the block after block j of tile t."""
-        is_last = j + 1 == self.tile.last(t)
+        is_last = j + 1 == self.tiles.last[t]
         after = jnp.where(is_last, t + 1, t)
-        self.cursor[1] = after
-        self.cursor[2] = jnp.where(is_last, self.tile.first(after), j + 1)
+        self.scratch.cursor[1] = after
+        self.scratch.cursor[2] = jnp.where(is_last, self.tiles.first[after], j + 1)
 
-    def wait(self, t: Scalar, j: Scalar, k: Scalar) -> Scalar:
-        """Waits for block j of tile t, number k, and blanks what no row sees of it.
+    def wait(self, t: Scalar, j: Scalar, number: Scalar) -> Scalar:
+        """Waits for a block, and zeros the keys in it that no row of the tile sees.
 
         Returns:
-          The number of its buffer.
+          The index of its buffer.
         """
         low, high = self._pages(t, j)
-        pl.when(low < high)(lambda: self._wait(k, high - low))
-        slot = self._slot(k)
-        S = self.plan.block_tokens
-        start = jnp.clip(self.tile.low(t) - j * S, 0, S)
-        self._blank(slot, start, jnp.clip(self.tile.high(t) - j * S, start, S))
+        pl.when(low < high)(lambda: self._wait(number, high - low))
+        slot = self._slot(number)
+        block = self.plan.block_tokens
+        start = jnp.clip(self.tiles.low[t] - j * block, 0, block)
+        self._blank(slot, start, jnp.clip(self.tiles.high[t] - j * block, start, block))
         return slot
 
-    def wait_whole(self, k: Scalar) -> Scalar:
-        """Waits for block number k, of which every row sees all; returns its buffer's number."""
-        self._wait(k, self.plan.pages_per_block)
-        return self._slot(k)
+    def wait_whole(self, number: Scalar) -> Scalar:
+        """Waits for a block that every row sees whole; returns the index of its buffer."""
+        self._wait(number, self.plan.pages_per_block)
+        return self._slot(number)
 
-    def _wait(self, k: Scalar, num_pages: Scalar) -> None:
-        """Waits for so many pages of block number k: it is their bytes that count."""
-        slot = self._slot(k)
-        keys, *parameters = self.buffers
-        places = [self._keys(keys, slot, 0, num_pages)]
-        places += [numbers.at[slot, pl.ds(0, num_pages)] for numbers in parameters]
+    def _wait(self, number: Scalar, num_pages: Scalar) -> None:
+        """Waits for `num_pages` pages of a block: a semaphore counts their bytes."""
+        slot = self._slot(number)
+        places = [self._keys(slot, 0, num_pages)]
+        places += [buffer.at[slot, pl.ds(0, num_pages)] for buffer in self.scratch.parameters]
         for place in places:
-            pltpu.make_async_copy(place, place, self.pages_arrived.at[slot]).wait()
+            pltpu.make_async_copy(place, place, self.scratch.pages_arrived.at[slot]).wait()
 
     def _blank(self, slot: Scalar, start: Scalar, end: Scalar) -> None:
-        """Zeros what is outside of the tokens [start, end) of a block: it is not seen and may be
-        NaN, and 0 * NaN is NaN."""
-        (keys, *parameters), P = self.buffers, jnp.int32(self.plan.page_size)
+        """Zeros a block outside of its tokens [start, end): those are not seen and may be NaN, and
+        0 * NaN is NaN."""
+        keys, P = self.scratch.keys, jnp.int32(self.plan.page_size)
 
         def outside(step: Scalar, place: Callable[[Scalar], Ref], axis: int) -> None:
             def blank(i: Scalar, _: None) -> None:
@@ -160,13 +176,13 @@ class Fetch:
 
         rows = jnp.int32(REGISTER_ROWS)
         outside(rows, lambda i: keys.at[slot, :, :, pl.ds(i * rows, REGISTER_ROWS)], 2)
-        for numbers in parameters:
-            outside(P, lambda i, numbers=numbers: numbers.at[slot, i], 1)
+        for buffer in self.scratch.parameters:
+            outside(P, lambda i, buffer=buffer: buffer.at[slot, i], 1)
 
-    def _keys(self, buffer: Ref, slot: Scalar, page: Scalar, count: Scalar) -> Ref:
-        """The keys of so many pages of a block."""
+    def _keys(self, slot: Scalar, page: Scalar, count: Scalar) -> Ref:
+        """The keys and values of `count` pages of a buffer, from a page on."""
         P = self.plan.page_size
-        return buffer.at[slot, :, :, pl.ds(page * P, count * P)]
+        return self.scratch.keys.at[slot, :, :, pl.ds(page * P, count * P)]
 
     def _slot(self, number: Scalar) -> Scalar:
         return number & (self.plan.num_buffers - 1)
@@ -174,21 +190,24 @@ class Fetch:
     def _pages(self, t: Scalar, j: Scalar) -> tuple[jax.Array, jax.Array]:
         """The pages [low, high) of block j that hold keys of tile t."""
         P, n = self.plan.page_size, self.plan.pages_per_block
-        low = lax.div(self.tile.low(t), jnp.int32(P)) - j * n
-        high = lax.div(self.tile.high(t) + P - 1, jnp.int32(P)) - j * n
+        low = lax.div(self.tiles.low[t], jnp.int32(P)) - j * n
+        high = lax.div(self.tiles.high[t] + P - 1, jnp.int32(P)) - j * n
         return jnp.maximum(low, 0), jnp.minimum(high, n)
 
-    def _page(self, t: Scalar, j: Scalar, k: Scalar, i: Scalar) -> None:
-        """Starts page i of block j of tile t, number k."""
-        slot = self._slot(k)
+    def _page(self, t: Scalar, j: Scalar, number: Scalar, i: Scalar) -> None:
+        """Starts the copies of page i of a block."""
+        slot = self._slot(number)
         index = self._slot(t) * self.plan.table_width + j * self.plan.pages_per_block + i
-        page, (keys, *parameters) = self.ids[index], self.buffers
-        places = [self._keys(keys, slot, i, 1), *(numbers.at[slot, i] for numbers in parameters)]
+        page = self.scratch.ids[index]
+        places = [self._keys(slot, i, 1)]
+        places += [buffer.at[slot, i] for buffer in self.scratch.parameters]
         for pool, place in zip(self.pools, places, strict=True):
-            pltpu.make_async_copy(pool.at[page], place, self.pages_arrived.at[slot]).start()
+            arrived = self.scratch.pages_arrived.at[slot]
+            pltpu.make_async_copy(pool.at[page], place, arrived).start()
 
     def _ids(self, t: Scalar) -> Any:
         width, slot = self.plan.table_width, self._slot(t)
-        start = pl.multiple_of(self.tile.seq(t) * width, width)
-        row, target = self.table.at[pl.ds(start, width)], self.ids.at[pl.ds(slot * width, width)]
-        return pltpu.make_async_copy(row, target, self.ids_arrived.at[slot])
+        start = pl.multiple_of(self.tiles.seq[t] * width, width)
+        row = self.table.at[pl.ds(start, width)]
+        target = self.scratch.ids.at[pl.ds(slot * width, width)]
+        return pltpu.make_async_copy(row, target, self.scratch.ids_arrived.at[slot])

@@ -1,11 +1,11 @@
-"""Factors of products with codes, in types that a TPU's matrix units take.
+"""Factors of products with codes, in types that a TPU's matrix units multiply.
 
-    split, join    a float factor as a sum of several in the codes' own type, a row each
+    split, join    a float factor as the sum of several parts in the codes' own type
     read_as        codes in a type that the chip multiplies
     halve          one of the two codes of each byte
 
-Rows are few where they are split, so that parts cost little, and codes need no conversion. Each
-part holds what the ones before it left, at a finer scale.
+With split factors, codes need no conversion. Only tiles of few rows split them, so that the
+additional rows cost little. Each part holds the rest of the parts before it, at a finer scale.
 """
 
 import jax
@@ -19,13 +19,16 @@ _E4M3 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e4m3b11fnuz)
 
 
 def num_parts(dtype: DTypeLike) -> int:
-    """Parts that a factor is split into: no fewer bits than bfloat16 has, and all small numbers
-    beside a large one that a sum over a block may need."""
+    """Returns the number of parts that a factor is split into.
+
+    Together they have at least the bits of bfloat16. They also hold those small elements, compared
+    with the largest one of a row, that a sum over a block may need.
+    """
     return 2 if dtype in _E4M3 else 3
 
 
 def step_bits(dtype: DTypeLike) -> int:
-    """Bits by which each part is finer than the one before it."""
+    """Returns the bits by which each part is finer than the one before it."""
     return 7 if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).nmant
 
 
@@ -33,16 +36,16 @@ def split(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Splits rows into parts, relative to each row's largest element.
 
     Args:
-      x: `[..., R, n]` float32.
+      x: `[..., rows, n]` float32.
       dtype: int8, which keeps 22 bits of the largest element; or float8, which keeps 8 (e4m3) or 9
-        (e5m2) of each element, and of what is far smaller than the largest one an error of 2^-19
-        (e4m3) or 2^-35 of it.
+        (e5m2) bits of each element. Elements far smaller than the largest one have an error of
+        2^-19 (e4m3) or 2^-35 (e5m2) of it.
 
     Returns:
-      `[..., num_parts * R, n]`, all first parts before all second ones, and a factor a row,
-      `[..., R, 1]`: x is `join` of the parts times the factor.
+      The parts `[..., num_parts * rows, n]`, all first parts before all second ones, and a factor
+      per row, `[..., rows, 1]`: x is `join` of the parts, times the factor.
     """
-    # By a power of two: what bfloat16 or a code holds comes out of the parts as it went in.
+    # A power of two, so that the parts keep all bits of a bfloat16 number or of a code.
     factor = _power_of_two_above(_factor(jnp.abs(x), dtype))
     if jnp.issubdtype(dtype, jnp.integer):
         return _split_integers(x * (1 / factor), dtype), factor
@@ -53,8 +56,10 @@ def split(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
 
 
 def split_positive(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """`split` of what is not negative, in fewer instructions; by a factor that is as small as can
-    be, so that small elements keep more."""
+    """Does the same as `split` for numbers that are not negative, in fewer instructions.
+
+    The factor is as small as possible, so that small elements keep more bits.
+    """
     factor = _factor(x, dtype)
     x = x * (1 / factor)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -63,7 +68,10 @@ def split_positive(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array
 
 
 def join(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """What a linear function of parts in `dtype`, `[..., num_parts * R, n]`, is of their sum."""
+    """Joins the values of a linear function at the parts, `[..., num_parts * rows, n]`.
+
+    Returns its value at their sum, `[..., rows, n]` float32.
+    """
     first, *others = jnp.split(x.astype(jnp.float32), num_parts(dtype), axis=-2)
     unit = 2.0 ** step_bits(dtype)
     if jnp.issubdtype(dtype, jnp.integer):  # in units of the last part
@@ -74,7 +82,7 @@ def join(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def unit(codes: DTypeLike, dtype: DTypeLike) -> float:
-    """What numbers of `dtype` that codes are read as are to be multiplied by."""
+    """Returns the factor from codes that are read as `dtype` to the codes' values."""
     codes, dtype = jnp.dtype(codes), jnp.dtype(dtype)
     if codes != dtype and codes in _E4M3 and dtype in _E4M3:
         return float(jnp.finfo(codes).smallest_normal) / float(jnp.finfo(dtype).smallest_normal)
@@ -82,14 +90,14 @@ def unit(codes: DTypeLike, dtype: DTypeLike) -> float:
 
 
 def read_as(codes: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Codes as numbers of `dtype`, up to a factor of `unit`."""
+    """Returns codes as numbers of `dtype`, which `unit` multiplies to the codes' values."""
     if unit(codes.dtype, dtype) != 1.0:
         return lax.bitcast_convert_type(codes, dtype)
     return codes.astype(dtype)
 
 
 def halve(rows: jax.Array, half: int) -> jax.Array:
-    """The low (0) or high (1) half of each byte of `[..., n, L]` uint8, as int8."""
+    """Returns the low (0) or high (1) half of each byte of `[..., n, lanes]` uint8, as int8."""
     words = pltpu.bitcast(rows, jnp.int32)  # four bytes at once
     return pltpu.bitcast(words >> 4 * half & 0x0F0F0F0F, jnp.int8)
 
@@ -104,10 +112,11 @@ def _split_integers(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _split_sizes(x: jax.Array, dtype: DTypeLike) -> list[jax.Array]:
-    """Parts of rows without a sign, as the bits of float8 in int32, by arithmetic on float32's:
-    conversions take many instructions on most chips.
+    """Returns the parts of rows without sign: the bits of float8 numbers, in int32.
 
-    All parts but the last are cut off, so that no rest is negative; the last is the nearest.
+    The bits are computed from those of float32, since conversions take many instructions on most
+    chips. All parts but the last are rounded down, so that no rest is negative; the last part is
+    rounded to nearest.
     """
     info, count = jnp.finfo(dtype), num_parts(dtype)
     dropped, codes = 23 - info.nmant, []
@@ -128,7 +137,7 @@ def _split_sizes(x: jax.Array, dtype: DTypeLike) -> list[jax.Array]:
 
 
 def _factor(sizes: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """By which a row is divided so that its largest element becomes the largest that parts hold."""
+    """Returns the divisor that makes a row's largest element the largest that parts can hold."""
     if jnp.issubdtype(dtype, jnp.integer):
         largest = float(127 << step_bits(dtype) * (num_parts(dtype) - 1))
     else:
@@ -137,7 +146,7 @@ def _factor(sizes: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _power_of_two_above(x: jax.Array) -> jax.Array:
-    """The least power of two that is no less than a positive number."""
+    """Returns the least power of two that is not less than a positive number."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type((bits + ((1 << 23) - 1)) & -(1 << 23), jnp.float32)
 

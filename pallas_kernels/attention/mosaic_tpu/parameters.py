@@ -1,6 +1,7 @@
-"""What turns the codes of a block of keys into numbers: one a key, for K and V of each head.
+"""The parameters of the codes of a block of keys: one number per key, for K and V of each head.
 
-Small pages have them in rows of LANES, each with P of several heads (`pages.numbers_shape`):
+Small pages have them in rows of LANES, each with P numbers of several heads
+(`pages.numbers_shape`). `by_head` exchanges them until each row has the numbers of one head:
 
     page 0   | h0 | h1 | h2 | h3 |          head 0   | page 0 | page 1 | page 2 | page 3 |
     page 1   | h0 | h1 | h2 | h3 |    to    head 1   | page 0 | page 1 | page 2 | page 3 |
@@ -20,11 +21,15 @@ from pallas_kernels.pages import LANES
 
 
 def by_head(pages: Any, page_size: int) -> list[jax.Array]:
-    """Numbers of a block's pages, a ref of `[2K, P]` each, or the same in rows of LANES.
+    """Reads the numbers of a block's pages, in the order of heads.
+
+    Args:
+      pages: a ref of `[pages, 2K, P]`, or of the same numbers in rows of LANES.
+      page_size: P.
 
     Returns:
-      n arrays of the heads by turns, which are those of K and V by turns: each has, for LANES keys
-      at a time, `[2K / n, LANES]`, one below the other.
+      n arrays; array i has the heads i, i + n, i + 2 n, ..., of 2K heads, those of K and V
+      alternating. Each array is a column of `[2K / n, LANES]`, one for each LANES keys.
     """
     count, _, width = pages.shape
     if width != LANES:
@@ -36,7 +41,7 @@ def by_head(pages: Any, page_size: int) -> list[jax.Array]:
 
 
 def store(arrays: Sequence[jax.Array], numbers: Any) -> None:
-    """Puts what `by_head` returns into a ref of `[block_tokens / LANES, 2K, LANES]`."""
+    """Writes what `by_head` returns into a ref of `[block_tokens / LANES, 2K, LANES]`."""
     n, (count, heads, _) = len(arrays), numbers.shape
     for which, array in enumerate(arrays):
         for c, part in enumerate(jnp.split(array, count)):
@@ -44,12 +49,15 @@ def store(arrays: Sequence[jax.Array], numbers: Any) -> None:
 
 
 def of_head(numbers: Any, head: int) -> jax.Array:
-    """The numbers of one head, `[1, block_tokens]`."""
+    """Returns the numbers of one head, `[1, block_tokens]`, from what `store` wrote."""
     return jnp.concatenate([numbers[c, head : head + 1] for c in range(numbers.shape[0])], axis=1)
 
 
 def _exchange(rows: Sequence[jax.Array], width: int) -> list[jax.Array]:
-    """Group c of array l, of `width` lanes, for group l of array c: bit by bit of c and l."""
+    """Exchanges group i of array j, of `width` lanes, with group j of array i.
+
+    Each step exchanges the groups whose indices differ in one bit.
+    """
     rows, step = list(rows), 1
     while step < len(rows):
         shift = step * width
@@ -64,7 +72,7 @@ def _exchange(rows: Sequence[jax.Array], width: int) -> list[jax.Array]:
 
 
 def from_float16(bits: jax.Array) -> jax.Array:
-    """The float32 of a finite float16's bits (uint32): a TPU has no such type."""
+    """Returns finite float16 numbers, given as bits in uint32, as float32: TPUs have no float16."""
     size = bits & 0x7FFF
     normal = lax.bitcast_convert_type((size << 13) + (112 << 23), jnp.float32)
     small = size.astype(jnp.int32).astype(jnp.float32) * 2.0**-24  # no implicit leading 1

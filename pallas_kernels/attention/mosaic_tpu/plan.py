@@ -1,40 +1,77 @@
-"""Static sizes of a call of the TPU kernel, and where K and V lie in a page's rows."""
+"""The static sizes of a call of the TPU kernel, and the scalars that it reads for each tile."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels import tpus
+from pallas_kernels import chips
+from pallas_kernels.arith import Ref, Scalar, ceil_div, round_up
 from pallas_kernels.attention.mosaic_tpu import operands, tuning
-from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes, Tile
+from pallas_kernels.attention.mosaic_tpu.tuning import BlockSizes, TileKind
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.pages import LANES, Pages
 from pallas_kernels.quantised_pages import AffinePages, SymmetricPages
 
 SUBLANES = 8
-PACKED_SUBLANES = 16  # of a register of two-byte numbers
-REGISTER_ROWS = 32  # of one-byte numbers
-LOG2_E = math.log2(math.e)
-FIELDS = (  # of a tile, in scalar memory
-    "seq",
-    "first",
-    "fast_first",
-    "fast_last",
-    "last",
-    "low",
-    "high",
-    "position",
-    "queries",
-    "first_chunk",
-)
+PACKED_SUBLANES = 16  # rows of a register of two-byte numbers
+REGISTER_ROWS = 32  # rows of a register of one-byte numbers
 KernelPages = Pages | SymmetricPages | AffinePages
-Ref = Any
-Scalar = jax.Array | int  # int32, traced where it is an array
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of `TileScalars` in scalar memory; `column[t]` is its value for tile t."""
+
+    ref: Ref
+    start: int
+
+    def __getitem__(self, t: Scalar) -> jax.Array:
+        return self.ref[self.start + t]
+
+
+class TileScalars[T](NamedTuple):
+    """What the kernel needs to know about each tile of query rows.
+
+    Outside the kernel each field is an `[count]` int32 array, inside it is a `Column`.
+
+    Attributes:
+      seq: the sequence, a row of the page table.
+      first, fast_first, fast_last, last: the blocks of keys [first, last) hold all keys of the
+        tile. In [fast_first, fast_last) every row of the tile sees every key.
+      low, high: the keys [low, high) are those that any row sees.
+      position: position of the first query.
+      queries: number of queries.
+      first_chunk: index of the tile's first chunk of query rows.
+    """
+
+    seq: T
+    first: T
+    fast_first: T
+    fast_last: T
+    last: T
+    low: T
+    high: T
+    position: T
+    queries: T
+    first_chunk: T
+
+    @classmethod
+    def columns(cls, ref: Ref, count: int) -> "TileScalars[Column]":
+        """Returns the fields of `count` tiles, which lie in `ref` as `packed` returns them."""
+        return TileScalars(*(Column(ref, i * (count + 1)) for i in range(len(cls._fields))))
+
+
+def packed(scalars: TileScalars[jax.Array]) -> jax.Array:
+    """Returns the fields one after the other, `[fields * (count + 1)]` int32.
+
+    The additional entry of each field, after the last tile, is 0 and stands for the end.
+    """
+    return jnp.concatenate([jnp.pad(field, (0, 1)) for field in scalars])
 
 
 @dataclass(frozen=True)
@@ -42,20 +79,23 @@ class Plan:
     """Static sizes of a call of the kernel.
 
     Attributes:
+      num_kv_heads: K.
       head_dim: D.
-      lanes: of a piece of a row.
-      affine: codes have a minimum, too, and a byte holds one of K and one of V.
-      group: KV heads whose query rows share the sublanes of a register.
-      heads: G, query heads of a KV head.
+      lanes: elements of a piece of a row.
+      affine: codes have a minimum too, and each byte holds one code of K and one of V.
+      page_size: P.
+      packed_heads: KV heads that form a group: their query rows share registers.
+      heads_per_kv: G, query heads per KV head.
       chunk: queries that are laid out together, for all heads; they fill whole registers, or are
-        all of a tile.
-      num_chunks: of a tile.
+        all queries of a tile.
+      num_chunks: chunks of a tile.
       block_tokens: keys of a block.
       num_buffers, groups_ahead: see `BlockSizes`.
       table_width: page ids of a sequence, rounded up.
-      dtype: of the factors of products; of one byte, q and weights are split (`operands`).
-      unit: what codes are multiplied by, as numbers of `dtype`.
-      options: of the call.
+      dtype: type of the factors of matrix products. If it has one byte, q and the weights are split
+        into several parts (`operands`).
+      unit: factor from codes that are read as `dtype` to the codes' values.
+      options: options of the call.
     """
 
     num_kv_heads: int
@@ -63,8 +103,8 @@ class Plan:
     lanes: int
     affine: bool
     page_size: int
-    group: int
-    heads: int
+    packed_heads: int
+    heads_per_kv: int
     chunk: int
     num_chunks: int
     block_tokens: int
@@ -79,19 +119,28 @@ class Plan:
     def choose(
         cls, q: jax.Array, pages: KernelPages, tile: int, M: int, options: AttentionOptions
     ) -> "Plan":
-        K, kind = pages.num_kv_heads, "row" if tile == 1 else "rows"
-        G, sizes = q.shape[1] // K, sizes_of(pages, kind)
+        """Chooses the sizes for the chip that the program is compiled for.
+
+        Args:
+          q: `[T, H, D]`.
+          pages: the pages.
+          tile: queries of a tile.
+          M: page ids of a sequence.
+          options: options of the call.
+        """
+        kind = "row" if tile == 1 else "rows"
+        G, sizes = q.shape[1] // pages.num_kv_heads, sizes_of(pages, kind)
         factors, chunk = _factors(q, pages, kind), min(tile, _chunk(G))
         return cls(
-            num_kv_heads=K,
+            num_kv_heads=pages.num_kv_heads,
             head_dim=pages.head_dim,
             lanes=pages.kv.shape[4],
             affine=isinstance(pages, AffinePages),
             page_size=pages.page_size,
-            group=_group(pages, tile * G),
-            heads=G,
+            packed_heads=_packed_heads(pages, tile * G),
+            heads_per_kv=G,
             chunk=chunk,
-            num_chunks=-(-tile // chunk),
+            num_chunks=ceil_div(tile, chunk),
             block_tokens=block_tokens(pages, kind),
             num_buffers=sizes.num_buffers,
             groups_ahead=sizes.groups_ahead,
@@ -103,167 +152,177 @@ class Plan:
 
     @property
     def pages_per_block(self) -> int:
+        """Pages of a block of keys."""
         return self.block_tokens // self.page_size
 
     @property
     def k_pieces(self) -> range:
-        """The pieces of a row that have some of K, which begins it."""
-        return range(-(-self.head_dim // self.lanes))
+        """The pieces of a row that hold some of K, which begins the row."""
+        return range(ceil_div(self.head_dim, self.lanes))
 
     @property
     def v_pieces(self) -> range:
-        """The pieces that have some of V, which ends it."""
+        """The pieces of a row that hold some of V, which ends the row."""
         if self.affine:
             return self.k_pieces
         return range(self.head_dim // self.lanes, 2 * self.head_dim // self.lanes)
 
     @property
     def out_lanes(self) -> int:
-        """Of a head's output."""
+        """Elements that the kernel computes for the output of a head, D of which are used."""
         return len(self.v_pieces) * self.lanes
 
     @property
     def splits(self) -> bool:
-        """Products are taken in the type of the codes."""
+        """Products are computed in the type of the codes, with q and the weights in parts."""
         return self.dtype.itemsize == 1
 
     @property
     def num_groups(self) -> int:
-        return self.num_kv_heads // self.group
+        """Groups of KV heads."""
+        return self.num_kv_heads // self.packed_heads
 
     @property
     def head_rows(self) -> int:
         """Query rows of a chunk and KV head."""
-        return self.chunk * self.heads
+        return self.chunk * self.heads_per_kv
 
     @property
     def chunk_rows(self) -> int:
         """Query rows of a chunk and group, rounded up."""
-        return round_up(self.group * self.head_rows, SUBLANES)
+        return round_up(self.packed_heads * self.head_rows, SUBLANES)
 
     @property
     def rows(self) -> int:
-        """R, the query rows of a tile and group."""
+        """Query rows of a tile and group."""
         return self.num_chunks * self.chunk_rows
 
     @property
     def prepares_q(self) -> bool:
-        """q is laid out for a group, or split, before it is multiplied."""
-        return self.group > 1 or self.splits
+        """q is laid out for a group, or split, before the products."""
+        return self.packed_heads > 1 or self.splits
 
     @property
     def q_rows(self) -> int:
-        """Of q as a factor of products, in its parts."""
+        """Rows of q as a factor of products, all parts included."""
         return operands.num_parts(self.dtype) * self.rows if self.splits else self.rows
 
+    def group_of(self, g: int) -> range:
+        """The KV heads of group g."""
+        return range(g * self.packed_heads, (g + 1) * self.packed_heads)
+
     def smem_bytes(self, num_tiles: int) -> int:
-        """Of scalar memory that a call for so many tiles takes."""
-        words = len(FIELDS) * (num_tiles + 1) + self.num_buffers * self.table_width
-        return 4 * words + (4 << 10)  # and what is the compiler's
+        """Bytes of scalar memory that a call with so many tiles needs."""
+        fields = len(TileScalars._fields) * (num_tiles + 1)
+        return 4 * (fields + self.num_buffers * self.table_width) + (4 << 10)  # 4 KiB: compiler
 
     def by_group(self, x: jax.Array) -> jax.Array:
-        """Brings `[..., chunk, K, G, n]` into `[..., groups, chunk_rows, n]`."""
+        """Reshapes `[..., chunk, K, G, n]` to `[..., groups, chunk_rows, n]`."""
         x = x.swapaxes(-4, -3)
-        x = x.reshape(*x.shape[:-4], self.num_groups, self.group * self.head_rows, x.shape[-1])
-        return self._fill(x, -2, self.chunk_rows)
+        rows = self.packed_heads * self.head_rows
+        x = x.reshape(*x.shape[:-4], self.num_groups, rows, x.shape[-1])
+        return _pad(x, -2, self.chunk_rows)
 
     def of_rows(self, x: jax.Array) -> jax.Array:
-        """Brings what heads have, `[H]`, into `[groups, chunk_rows, 1]`."""
-        x = x.reshape(self.num_kv_heads, self.heads, 1)
+        """Repeats a number per query head, `[H]`, for each row: `[groups, chunk_rows, 1]`."""
+        x = x.reshape(self.num_kv_heads, self.heads_per_kv, 1)
         return self.by_group(jnp.broadcast_to(x, (self.chunk, *x.shape)))
 
     def by_head(self, x: jax.Array) -> jax.Array:
-        """The way back: `[..., K, chunk, G, n]`."""
-        x = x[..., : self.group * self.head_rows, :]
-        heads = self.num_kv_heads, self.chunk, self.heads
+        """Reshapes `[..., groups, chunk_rows, n]` to `[..., K, chunk, G, n]`."""
+        x = x[..., : self.packed_heads * self.head_rows, :]
+        heads = self.num_kv_heads, self.chunk, self.heads_per_kv
         return x.reshape(*x.shape[:-3], *heads, x.shape[-1])
 
     def queries(self) -> np.ndarray:
-        """Which query of a tile each row of a group is of, `[R, 1]` int32."""
+        """Returns the index, within the tile, of the query of each row of a group: `[rows, 1]`
+        int32."""
         chunk, row = np.divmod(np.arange(self.rows, dtype=np.int32), np.int32(self.chunk_rows))
-        return (chunk * self.chunk + row % self.head_rows // self.heads)[:, None]
+        return (chunk * self.chunk + row % self.head_rows // self.heads_per_kv)[:, None]
 
     def pad_lanes(self, q: jax.Array) -> jax.Array:
-        """Brings `[..., D]` into `[..., lanes of K's pieces]`, in which K begins."""
-        return self._fill(q, -1, len(self.k_pieces) * self.lanes)
+        """Pads `[..., D]` with zeros to `[..., lanes of K's pieces]`, which K begins."""
+        return _pad(q, -1, len(self.k_pieces) * self.lanes)
 
     def gather(self, out: jax.Array) -> jax.Array:
-        """Takes `[..., D]` out of `[..., out_lanes]`."""
+        """Takes the `[..., D]` of an output from `[..., out_lanes]`."""
         return out[..., self.out_lanes - self.head_dim :]
 
-    def _fill(self, x: jax.Array, axis: int, size: int) -> jax.Array:
-        """Adds zeros behind an axis, up to a size."""
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, size - x.shape[axis])
-        return jnp.pad(x, widths)
+
+def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Appends zeros along an axis, up to a size."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
 
 
 def most_queries(q: jax.Array, pages: KernelPages) -> int:
-    """Queries of a tile of many, by the table of the chip, of which all rows, and what is kept of
-    them, fit into its fast memory beside the blocks of keys: whole chunks, and one at least."""
+    """Returns the queries of a tile of many: whole chunks, at least one.
+
+    They are as many as the table of the chip says, unless their rows and what the kernel keeps for
+    each row do not fit into fast memory together with the blocks of keys.
+    """
     K, sizes = pages.num_kv_heads, sizes_of(pages, "rows")
     G, itemsize = q.shape[1] // K, max(q.dtype.itemsize, 2)
     lanes = round_up(pages.head_dim, round_up(pages.kv.shape[4], LANES))
-    # q and out twice, the weighted sum; what has a register a row; lse, of all heads.
+    # q and out twice; the weighted sum; what takes a register per row; lse, of all heads.
     registers = 6 if isinstance(pages, AffinePages) else 4
     row = 4 * lanes * itemsize + 4 * lanes + 4 * registers * LANES + 2 * 4 * LANES // K
     tokens = block_tokens(pages, "rows") + skew(pages.kv.dtype)
-    room = tpus.vmem_limit() - sizes.num_buffers * tokens * _token_bytes(pages)
-    # What is on its way takes some, more of it where codes are converted.
-    room -= tpus.vmem_bytes() // (4 if pages.kv.dtype.itemsize == 1 else 8)
-    fit = min(room, tpus.vmem_bytes() // 2) // (row * K)
+    room = chips.vmem_limit() - sizes.num_buffers * tokens * _token_bytes(pages)
+    # Intermediate values take some too, and more if codes are converted.
+    room -= chips.vmem_bytes() // (4 if pages.kv.dtype.itemsize == 1 else 8)
+    fit = min(room, chips.vmem_bytes() // 2) // (row * K)
     chunk = _chunk(G)
     return max(1, min(sizes.tile_rows, fit) // (G * chunk)) * chunk
 
 
 def _chunk(G: int) -> int:
-    """Queries that fill whole registers."""
+    """Returns the least number of queries that fill whole registers."""
     return PACKED_SUBLANES // math.gcd(G, PACKED_SUBLANES)
 
 
-def _group(pages: KernelPages, rows: int) -> int:
-    """KV heads that are worked on at once, `rows` query rows each."""
+def _packed_heads(pages: KernelPages, rows: int) -> int:
+    """Returns how many KV heads form a group if each has `rows` query rows."""
     K, whole_registers = pages.num_kv_heads, pages.kv.shape[4] % LANES == 0
-    most = SUBLANES // rows if whole_registers else 1  # others do not lie side by side for free
+    most = SUBLANES // rows if whole_registers else 1  # others are costly to concatenate
     return max((n for n in range(1, most + 1) if K % n == 0), default=1)
 
 
-def _factors(q: jax.Array, pages: KernelPages, tile: Tile) -> DTypeLike:
-    """In which type products are taken."""
+def _factors(q: jax.Array, pages: KernelPages, kind: TileKind) -> DTypeLike:
+    """Returns the type in which products are computed."""
     if jnp.float32 in (q.dtype, pages.kv.dtype):
         return jnp.float32
     codes = jnp.int8 if isinstance(pages, AffinePages) else pages.kv.dtype
-    # Many rows are worth the conversion of a block's codes, and cost more in parts.
-    as_they_are = tuning.factor_type(codes) if tile == "row" else None
-    return as_they_are or jnp.bfloat16
+    # For many rows it is cheaper to convert a block's codes than to split the rows.
+    unconverted = tuning.factor_type(codes) if kind == "row" else None
+    return unconverted or jnp.bfloat16
 
 
-def block_tokens(pages: KernelPages, tile: Tile) -> int:
-    """Keys of a block, for the chip that is compiled for."""
+def block_tokens(pages: KernelPages, kind: TileKind) -> int:
+    """Returns the keys of a block, for the chip that the program is compiled for."""
     step = math.lcm(pages.page_size, LANES)  # whole pages and whole registers
-    sizes = sizes_of(pages, tile)
-    # An eighth of the fast memory for a buffer leaves room for tiles of queries.
-    most = min(sizes.block_bytes, tpus.vmem_bytes() // 8) // _token_bytes(pages)
+    sizes = sizes_of(pages, kind)
+    # A buffer takes at most an eighth of fast memory: tiles of queries need room too.
+    most = min(sizes.block_bytes, chips.vmem_bytes() // 8) // _token_bytes(pages)
     return step * max(1, min(sizes.block_tokens, most) // step)
 
 
 def skew(dtype: DTypeLike) -> int:
-    """Rows of a register, that lie between the blocks of two heads: what is a power of two apart is
-    in the same bank of fast memory, which loads one at a time."""
+    """Returns the unused rows (one register) between the keys of two heads.
+
+    Rows at a distance of a power of two are in the same bank of fast memory, which loads one at a
+    time.
+    """
     return REGISTER_ROWS // jnp.dtype(dtype).itemsize
 
 
 def _token_bytes(pages: KernelPages) -> int:
-    """Of K and V of a token in fast memory."""
-    _, K, X, _, L = pages.kv.shape
-    return K * X * round_up(L, LANES) * pages.kv.dtype.itemsize
+    """Returns the bytes of K and V of a token in fast memory."""
+    _, K, X, _, lanes = pages.kv.shape
+    return K * X * round_up(lanes, LANES) * pages.kv.dtype.itemsize
 
 
-def sizes_of(pages: KernelPages, tile: Tile) -> BlockSizes:
-    """Sizes for a kind of tile, from the table of the chip."""
-    return tuning.block_sizes(tile, pages.kv.dtype.name)
-
-
-def round_up(n: int, step: int) -> int:
-    """n, or the next multiple of `step`."""
-    return -(-n // step) * step
+def sizes_of(pages: KernelPages, kind: TileKind) -> BlockSizes:
+    """Returns the sizes for a kind of tile, from the table of the chip."""
+    return tuning.block_sizes(kind, pages.kv.dtype.name)

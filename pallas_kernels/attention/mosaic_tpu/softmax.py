@@ -1,8 +1,8 @@
-"""The arithmetic of the TPU kernel: blocks of keys into the online softmax of a tile."""
+"""The arithmetic of the TPU kernel: the online softmax of a tile over blocks of keys."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,86 +10,118 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.arith import LOG2_E, Ref, Scalar
 from pallas_kernels.attention.mosaic_tpu import operands, parameters
-from pallas_kernels.attention.mosaic_tpu.fetch import TileScalars
-from pallas_kernels.attention.mosaic_tpu.plan import LOG2_E, Plan, Ref, Scalar
+from pallas_kernels.attention.mosaic_tpu.plan import Column, Plan, TileScalars
 from pallas_kernels.attention.mosaic_tpu.rows import Rows
 from pallas_kernels.attention.ragged import PADDING
 from pallas_kernels.online_softmax import finite_or_zero
 from pallas_kernels.pages import LANES
 
 
-@dataclass(frozen=True)
-class Softmax:
-    """The online softmax of one tile, logits in units of log 2.
+class SoftmaxScratch(NamedTuple):
+    """Memory of `Softmax`: the state of each group, and what is prepared once per tile or block.
 
-    The KV heads of a group are worked on at once: their keys lie side by side in one operand, in
-    which q is 0 where another head's keys are, and of what a row takes of all their V its own
-    head's part counts in the end.
-
-    `factors` are those of logits and outputs of each KV head, by turns. `prepared` is q laid out
-    for a group, where that is needed, and in parts where products are taken in the type of codes
-    (`operands.split`); `factor` is then that of a row's logits. `total` keeps a partial sum a lane,
-    `maximum` and `factor` the same value in all lanes. Where codes have a minimum, `affine` holds
-    the sum of a row's q, by which K's minima multiply, in all lanes, and the sum of V's minima by
-    weight, in parts a lane. `parameters` are a block's scales, and minima, by head.
+    Attributes:
+      maximum: `[groups, rows, LANES]`, the maximum of a row's logits, the same in all lanes.
+      total: like `maximum`, the sum of a row's exponentials, as a partial sum per lane.
+      weighted: `[groups, rows, packed_heads * out_lanes]`, the weighted sum of V.
+      q: `[groups, q_rows, packed_heads * lanes]`, the query rows laid out for a group, and in parts
+        if products are computed in the type of codes; None if they are used as they come.
+      factor: like `maximum`, the factor of a row's logits; None if q is.
+      q_sum: like `maximum`, the sum of a row's q, by which minima of K are multiplied; None if
+        codes have no minima.
+      v_minima: like `total`, the sum of V's minima by weight; None if codes have no minima.
+      scales: `[block_tokens / LANES, 2K, LANES]`, the scales of a block by head; None if pages have
+        none.
+      minima: like `scales`, the minima.
     """
 
-    plan: Plan
-    tile: TileScalars
-    t: Scalar
-    rows: Rows
-    queries: Ref
-    sink: Ref
-    factors: Ref
-    buffers: Sequence[Ref]
     maximum: Ref
     total: Ref
     weighted: Ref
-    prepared: Sequence[Ref]
-    factor: Sequence[Ref]
-    affine: Sequence[Ref]
-    parameters: Sequence[Ref]
+    q: Ref | None
+    factor: Ref | None
+    q_sum: Ref | None
+    v_minima: Ref | None
+    scales: Ref | None
+    minima: Ref | None
 
-    @staticmethod
-    def scratch(plan: Plan, q_lanes: int, has_parameters: bool) -> list[Any]:
-        """Of the last seven attributes, for q of so many lanes."""
+    @classmethod
+    def of(cls, plan: Plan, q_lanes: int, has_parameters: bool) -> "SoftmaxScratch":
+        """Returns the types of the memory, for query rows of `q_lanes` elements."""
 
         def of_groups(rows: int, lanes: int, dtype: DTypeLike = jnp.float32) -> Any:
             return pltpu.VMEM((plan.num_groups, rows, lanes), dtype)
 
         of_rows = of_groups(plan.rows, LANES)
-        of_keys = plan.block_tokens // LANES, 2 * plan.num_kv_heads, LANES
-        num_parameters = has_parameters * (2 if plan.affine else 1)
-        return [
-            of_rows,
-            of_rows,
-            of_groups(plan.rows, plan.group * plan.out_lanes),
-            plan.prepares_q * [of_groups(plan.q_rows, plan.group * q_lanes, plan.dtype)],
-            plan.prepares_q * [of_rows],
-            2 * plan.affine * [of_rows],
-            num_parameters * [pltpu.VMEM(of_keys, jnp.float32)],
-        ]
+        keys = plan.block_tokens // LANES, 2 * plan.num_kv_heads, LANES
+        of_keys = pltpu.VMEM(keys, jnp.float32)
+        q = of_groups(plan.q_rows, plan.packed_heads * q_lanes, plan.dtype)
+        return cls(
+            maximum=of_rows,
+            total=of_rows,
+            weighted=of_groups(plan.rows, plan.packed_heads * plan.out_lanes),
+            q=q if plan.prepares_q else None,
+            factor=of_rows if plan.prepares_q else None,
+            q_sum=of_rows if plan.affine else None,
+            v_minima=of_rows if plan.affine else None,
+            scales=of_keys if has_parameters else None,
+            minima=of_keys if plan.affine else None,
+        )
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The online softmax of tile t, with logits in units of log 2.
+
+    The KV heads of a group share one matrix product. Their keys are concatenated along lanes, and
+    each query row is 0 in the lanes of other heads (`_spread`). The product with V gives each row
+    the values of all heads of the group, of which only its own head's are used (`_own`).
+
+    Attributes:
+      plan: sizes.
+      tiles: scalars of all tiles.
+      t: the tile.
+      rows: the tile's query rows and results.
+      queries: `[rows, 1]` int32, index of each row's query within the tile.
+      sink: `[groups, rows, 1]` float32, one more logit per row, in units of log 2.
+      factors: `[2K]` float32 in scalar memory, the factors of logits and of outputs of each KV
+        head, alternating.
+      keys, stored: the buffers of keys and of stored parameters, see `FetchScratch`.
+      scratch: the state.
+    """
+
+    plan: Plan
+    tiles: TileScalars[Column]
+    t: Scalar
+    rows: Rows
+    queries: Ref
+    sink: Ref
+    factors: Ref
+    keys: Ref
+    stored: Sequence[Ref]
+    scratch: SoftmaxScratch
 
     def begin(self) -> None:
-        """Takes a tile's query rows; no key yet."""
-        of_rows = self.maximum.shape[1:]
+        """Prepares the tile's query rows, and sets the state to that of no keys."""
+        state = self.scratch
         for g in range(self.plan.num_groups):
             q, factor = self._spread(self.rows.read(g)), self._factor(g, 0)
-            if self.plan.affine:
+            if state.q_sum is not None:
                 q_sum = q.astype(jnp.float32).sum(axis=1, keepdims=True)
-                self.affine[0][g] = jnp.broadcast_to(q_sum * factor, of_rows)
+                state.q_sum[g] = jnp.broadcast_to(q_sum * factor, state.maximum.shape[1:])
             if self.plan.splits:
                 q, of_parts = operands.split(q.astype(jnp.float32), self.plan.dtype)
                 factor = of_parts * factor * self.plan.unit
-            if self.plan.prepares_q:
-                self.prepared[0][g] = q
-                self.factor[0][g] = jnp.broadcast_to(factor, of_rows)
-        for minima in self.affine[1:]:
-            minima[...] = jnp.zeros(minima.shape, jnp.float32)
-        self.maximum[...] = jnp.full(self.maximum.shape, -jnp.inf, jnp.float32)
-        self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
-        self.weighted[...] = jnp.zeros(self.weighted.shape, jnp.float32)
+            if state.q is not None and state.factor is not None:
+                state.q[g] = q
+                state.factor[g] = jnp.broadcast_to(factor, state.maximum.shape[1:])
+        if state.v_minima is not None:
+            state.v_minima[...] = jnp.zeros(state.v_minima.shape, jnp.float32)
+        state.maximum[...] = jnp.full(state.maximum.shape, -jnp.inf, jnp.float32)
+        state.total[...] = jnp.zeros(state.total.shape, jnp.float32)
+        state.weighted[...] = jnp.zeros(state.weighted.shape, jnp.float32)
 
     def add(
         self,
@@ -99,17 +131,17 @@ class Softmax:
         masked: bool = False,
         between: Callable[[int], None] = lambda group: None,
     ) -> None:
-        """Adds block j of the keys, which is in a buffer.
+        """Adds block j of the keys.
 
         Args:
-          slot: of the buffer.
-          j: of the block.
-          masked: some row does not see all of it.
-          between: called before each group's second product, with the group: scalar work, which the
-            compiler then lays under the products.
+          slot: index of the buffer that holds the block.
+          j: the block.
+          masked: some row does not see all of its keys.
+          between: is called before the second product of each group, with the group. It does scalar
+            work, which the compiler schedules under the products.
         """
-        # Some groups' first products go ahead: their softmax then runs under other products.
-        groups, logits = self.plan.num_groups, {}
+        # The first products of some groups go ahead: their softmax then runs under other products.
+        state, groups, logits = self.scratch, self.plan.num_groups, {}
         visible = self._visible(j) if masked else None
         self._lay_out_parameters(slot)
         lead = min(self.plan.groups_ahead, groups)
@@ -123,44 +155,44 @@ class Softmax:
                 continue
             weights, decay = self._weigh(g, logits.pop(g))
             between(g)
-            for minima in self.parameters[1:]:
-                self._add_minima(g, weights * self._of_rows(minima, g, 1), decay)
-            for scales in self.parameters[:1]:
-                weights = weights * self._of_rows(scales, g, 1)
-            self.weighted[g] = self.weighted[g] * decay + self._weighted(slot, g, weights)
+            if state.minima is not None:
+                self._add_minima(g, weights * self._of_rows(state.minima, g, 1), decay)
+            if state.scales is not None:
+                weights = weights * self._of_rows(state.scales, g, 1)
+            state.weighted[g] = state.weighted[g] * decay + self._weighted(slot, g, weights)
 
     def finish(self) -> None:
-        """Normalises; the sink joins the denominator here, once."""
+        """Normalises and writes the results; here the sink joins the denominator, once."""
+        state = self.scratch
         for g in range(self.plan.num_groups):
-            m, sink = self.maximum[g][:, :1], self.sink[g]
+            m, sink = state.maximum[g][:, :1], self.sink[g]
             m_new = finite_or_zero(jnp.maximum(m, sink))
             decay = jnp.exp2(m - m_new)
-            total = self.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink - m_new)
+            total = state.total[g].sum(axis=1, keepdims=True) * decay + jnp.exp2(sink - m_new)
             safe = jnp.where(total == 0.0, 1.0, total)
-            weighted = self._own(self.weighted[g])
-            if self.plan.affine:
-                weighted += self.affine[1][g].sum(axis=1, keepdims=True)
+            weighted = self._own(state.weighted[g])
+            if state.v_minima is not None:
+                weighted += state.v_minima[g].sum(axis=1, keepdims=True)
             out = weighted * (decay / safe * self._factor(g, 1))
             self.rows.write(g, out, m_new / LOG2_E + jnp.log(total))
 
     def _factor(self, g: int, which: int) -> jax.Array:
-        """The factor of a group's logits (0) or outputs (1): of all rows, or `[R, 1]`."""
-        heads = range(g * self.plan.group, (g + 1) * self.plan.group)
-        return self._by_row([self.factors[2 * h + which] for h in heads])
+        """The factor of a group's logits (0) or outputs (1), a scalar or `[rows, 1]`."""
+        return self._by_row([self.factors[2 * h + which] for h in self.plan.group_of(g)])
 
     def _spread(self, rows: jax.Array) -> jax.Array:
-        """Puts each row of a group where its head's keys are, and 0 elsewhere."""
+        """Places each row of a group in the lanes of its head's keys, with 0 in all others."""
         zeros = jnp.zeros_like(rows)
-        heads = range(self.plan.group)
+        heads = range(self.plan.packed_heads)
         own = [self._by_row([rows if h == n else zeros for h in heads]) for n in heads]
         return jnp.concatenate(own, axis=1)
 
     def _own(self, weighted: jax.Array) -> jax.Array:
-        """Of what each row of a group took of every head's V, its own head's: `[R, out_lanes]`."""
-        return self._by_row(jnp.split(weighted, self.plan.group, axis=1))
+        """Takes from each row of a group its own head's values, `[rows, out_lanes]`."""
+        return self._by_row(jnp.split(weighted, self.plan.packed_heads, axis=1))
 
     def _by_row(self, heads: Sequence[jax.Array]) -> jax.Array:
-        """Takes each row of a group from the array of its head; arrays are of R rows or one."""
+        """Takes each row of a group from the array of its head; arrays have all rows or one."""
         taken = heads[0]
         row = lax.broadcasted_iota(jnp.int32, (self.plan.rows, 1), 0)
         for n, array in enumerate(heads[1:], start=1):
@@ -168,69 +200,69 @@ class Softmax:
         return taken
 
     def _of_rows(self, numbers: Ref, g: int, kv_index: int) -> jax.Array:
-        """What multiplies the keys of a group's heads, `[R or 1, block_tokens]`."""
-        rows = [2 * h + kv_index for h in range(g * self.plan.group, (g + 1) * self.plan.group)]
+        """The parameters of the keys (0) or values (1) of a group's heads, `[rows or 1,
+        block_tokens]`."""
+        rows = [2 * h + kv_index for h in self.plan.group_of(g)]
         return self._by_row([parameters.of_head(numbers, row) for row in rows])
 
     def _operand(self, slot: Scalar, g: int, kv_index: int) -> jax.Array:
-        """The pieces with K, or V, of a group's heads, side by side: `[block_tokens, ...]`."""
-        plan, buffer = self.plan, self.buffers[0]
+        """The pieces with K (0) or V (1) of a group's heads, concatenated, `[block_tokens, ..]`."""
+        plan = self.plan
 
         def read(h: int, x: int) -> jax.Array:
-            rows = buffer[slot, h, x, : plan.block_tokens]
+            rows = self.keys[slot, h, x, : plan.block_tokens]
             if plan.affine:
                 rows = operands.halve(rows, kv_index)
             return operands.read_as(rows, plan.dtype)
 
-        pieces = [
-            read(h, x)
-            for h in range(g * plan.group, (g + 1) * plan.group)
-            for x in (plan.v_pieces if kv_index else plan.k_pieces)
-        ]
-        return jnp.concatenate(pieces, axis=1)
+        pieces = plan.v_pieces if kv_index else plan.k_pieces
+        return jnp.concatenate([read(h, x) for h in plan.group_of(g) for x in pieces], axis=1)
 
     def _lay_out_parameters(self, slot: Scalar) -> None:
-        """Of a block's codes, where pages have them."""
-        if not self.parameters:
+        """Brings the parameters of a block's codes into the order of heads, if pages have some."""
+        scales, minima = self.scratch.scales, self.scratch.minima
+        if scales is None:
             return
-        stored = parameters.by_head(self.buffers[1].at[slot], self.plan.page_size)
-        if not self.plan.affine:
-            return parameters.store(stored, self.parameters[0])
-        for shift, numbers in zip((0, 16), self.parameters, strict=True):
+        stored = parameters.by_head(self.stored[0].at[slot], self.plan.page_size)
+        if minima is None:
+            parameters.store(stored, scales)
+            return
+        for shift, numbers in ((0, scales), (16, minima)):
             halves = [parameters.from_float16(bits >> shift & 0xFFFF) for bits in stored]
             parameters.store(halves, numbers)
 
     def _logits(self, slot: Scalar, g: int) -> jax.Array:
-        cap = self.plan.options.soft_cap
-        if self.plan.prepares_q:
-            q, factor = self.prepared[0][g], self.factor[0][g][:, :1]
+        """The logits of a block's keys, `[rows, block_tokens]`."""
+        state, cap = self.scratch, self.plan.options.soft_cap
+        if state.q is not None and state.factor is not None:
+            q, factor = state.q[g], state.factor[g][:, :1]
         else:
             q, factor = self.rows.read(g), self._factor(g, 0)
         x = self._dot(q, self._operand(slot, g, 0), 1, 1)
         if self.plan.splits:
             x = operands.join(x, self.plan.dtype)
         x = x * factor
-        for scales in self.parameters[:1]:
-            x = x * self._of_rows(scales, g, 0)
-        for minima in self.parameters[1:]:
-            x += self.affine[0][g][:, :1] * self._of_rows(minima, g, 0)
+        if state.scales is not None:
+            x = x * self._of_rows(state.scales, g, 0)
+        if state.minima is not None and state.q_sum is not None:
+            x += state.q_sum[g][:, :1] * self._of_rows(state.minima, g, 0)
         return x if cap is None else jnp.tanh(x) * (cap * LOG2_E)
 
     def _weigh(self, g: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The weights of a block's keys, and the factor on what came before."""
-        m = self.maximum[g]
+        """Returns the weights of a block's keys, and the factor on all sums so far."""
+        m = self.scratch.maximum[g]
         m_new = jnp.maximum(m, logits.max(axis=1, keepdims=True))
         finite = finite_or_zero(m_new)
         decay = jnp.exp2(m - finite)
-        weights, total = [], self.total[g] * decay
+        weights, total = [], self.scratch.total[g] * decay
         for start in range(0, self.plan.block_tokens, LANES):
             weights.append(jnp.exp2(logits[:, start : start + LANES] - finite))
             total += weights[-1]
-        self.maximum[g], self.total[g] = m_new, total
+        self.scratch.maximum[g], self.scratch.total[g] = m_new, total
         return jnp.concatenate(weights, axis=1), decay[:, :1]
 
     def _weighted(self, slot: Scalar, g: int, weights: jax.Array) -> jax.Array:
-        """What a block's keys add of V, by weight: `[R, group * out_lanes]`."""
+        """The weighted sum of a block's values, `[rows, packed_heads * out_lanes]`."""
         v = self._operand(slot, g, 1)
         if self.plan.splits:
             weights, factor = operands.split_positive(weights, self.plan.dtype)
@@ -239,23 +271,25 @@ class Softmax:
         return self._dot(weights.astype(self.plan.dtype), v, 1, 0)
 
     def _add_minima(self, g: int, weighted: jax.Array, decay: jax.Array) -> None:
-        """Adds what a block's keys add to all channels, `[R, block_tokens]`."""
-        minima = self.affine[1]
+        """Adds the weighted minima of a block's values, `[rows, block_tokens]`."""
+        minima = self.scratch.v_minima
+        assert minima is not None
         parts = range(0, self.plan.block_tokens, LANES)
         added = sum(weighted[:, start : start + LANES] for start in parts)
         minima[g] = minima[g] * decay + added
 
     def _visible(self, j: Scalar) -> jax.Array:
-        """Which keys of block j each row sees, `[R, block_tokens]`."""
+        """Which keys of block j each row sees, `[rows, block_tokens]`."""
         query = self.queries[...]
-        position = self.tile.position(self.t) + query
-        position = jnp.where(query < self.tile.queries(self.t), position, PADDING)
+        position = self.tiles.position[self.t] + query
+        position = jnp.where(query < self.tiles.queries[self.t], position, PADDING)
         low, high = self.plan.options.bounds(position)
-        R, S = self.plan.rows, self.plan.block_tokens
-        key = j * S + lax.broadcasted_iota(jnp.int32, (R, S), 1)
+        shape = self.plan.rows, self.plan.block_tokens
+        key = j * self.plan.block_tokens + lax.broadcasted_iota(jnp.int32, shape, 1)
         return (key >= low) & (key < high)
 
     def _dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+        """The product of two matrices over an axis of each, summed in float32 or int32."""
         highest = lax.Precision.HIGHEST if self.plan.dtype == jnp.float32 else None
         sums = jnp.int32 if self.plan.dtype == jnp.int8 else jnp.float32
         return lax.dot_general(

@@ -1,7 +1,7 @@
-"""Block sizes of the TPU kernel: from a table a device, or by rule where it has no row.
+"""Block sizes of the TPU kernel, from a table per chip, or by rule if the table has no row.
 
-The tables, `tuned/<chip>.json`, hold what the compiler's own schedule showed to be best
-(`jaxkv kernels` prints it): rows of `tile` ("row" or "rows"), `dtype`, and the sizes.
+The tables, `tuned/<chip>.json`, hold the sizes for which the compiler's schedule was best
+(`jaxkv kernels` prints the schedule). A row has `tile` ("row" or "rows"), `dtype` and the sizes.
 """
 
 import json
@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 TABLES = Path(__file__).parent / "tuned"
-Tile = Literal["row", "rows"]
+TileKind = Literal["row", "rows"]  # tiles of one query, tiles of many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,12 @@ class BlockSizes:
     """Sizes of a call of the kernel.
 
     Attributes:
-      block_bytes: of K and V of a block, the unit of work.
-      block_tokens: keys of a block at most; rounded to whole pages and registers.
+      block_bytes: bytes of K and V of a block, at most.
+      block_tokens: keys of a block, at most; rounded to whole pages and registers.
       num_buffers: blocks in memory at once, a power of two; all but one are being fetched.
-      groups_ahead: groups of KV heads whose first product is taken ahead of a group's second one.
-      tile_rows: query rows times G of a tile of many rows.
+      groups_ahead: groups of KV heads whose first product is computed before the second product of
+        a group.
+      tile_rows: rows of a tile of many queries: queries times G.
     """
 
     block_bytes: int = 2 << 20
@@ -37,27 +38,29 @@ class BlockSizes:
     tile_rows: int = 512
 
 
-def block_sizes(tile: Tile, dtype: str) -> BlockSizes:
-    """Sizes for the chip that is compiled for.
+def block_sizes(kind: TileKind, dtype: str) -> BlockSizes:
+    """Returns the sizes for the chip that the program is compiled for.
 
     Args:
-      tile: whether a tile is one query row or many.
+      kind: tiles of one query or of many.
       dtype: name of the type of K and V in the pages.
     """
     for row in _table(_chip()):
-        if (row["tile"], row["dtype"]) == (tile, dtype):
+        if (row["tile"], row["dtype"]) == (kind, dtype):
             sizes = BlockSizes(**{k: v for k, v in row.items() if k not in ("tile", "dtype")})
             break
     else:
         sizes = BlockSizes()
-        if tile == "rows":  # whose logits fill the registers by themselves
+        if kind == "rows":  # the logits of one group fill the registers
             sizes = BlockSizes(block_tokens=512, groups_ahead=1)
     return sizes
 
 
 def factor_type(codes: DTypeLike) -> DTypeLike | None:
-    """The type in which the chip that is compiled for multiplies codes of one byte as they are;
-    None if it does not."""
+    """Returns the type in which the chip multiplies codes of one byte without conversion.
+
+    None if it cannot.
+    """
     if not pltpu.is_tpu_device():
         return None
     info = pltpu.get_tpu_info()
