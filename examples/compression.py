@@ -5,11 +5,13 @@ from jaxkv import LLM, Compression
 FACTS = "The river is long. The hill is steep. The sea is wide. The road is narrow. " * 8
 prompt = f"Remember: the secret word is walnut. {FACTS}\nQuestion: what is the secret word? Answer:"
 
-for compression in (None, Compression(method="snapkv", budget="50%")):
+for name, compression in (
+    ("all tokens kept", None),
+    ("snapkv, 50%", Compression(method="snapkv", budget="50%")),
+):
     with LLM("smollm2-135m", max_sequences=1, max_length=512, compression=compression) as llm:
         answer = llm.generate(prompt, max_new_tokens=12)
         spec = llm.engine.spec
-    name = "all tokens kept" if compression is None else str(compression)
     left = answer.prompt_tokens + len(answer.tokens) - round(answer.dropped_tokens)
     print(f"{name}: {answer.text.strip()!r}")
     print(

@@ -29,6 +29,7 @@ ARRAYS = ("jax", "jaxlib", "ml_dtypes", "numpy")
 CHECKPOINTS = ("flax", "gguf", "jinja2", "optax", "orbax", "safetensors", "tokenizers", "tqdm")
 # Plain Python that every package of jaxkv may import. They import only each other.
 LEAVES = (
+    "jaxkv.arith",
     "jaxkv.config_keys",
     "jaxkv.errors",
     "jaxkv.kept_pages",

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxkv.arith import ceil_div
 from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import (
     CompressionOptions,
@@ -198,7 +199,7 @@ def open_llm(loaded: LoadedModel, jobs: Sequence[Job], options: DecodeOptions) -
     longest, P = loaded.model.max_positions, options.formats.tokens_per_page()
     requests = [job.request for job in jobs if job.request is not None]
     lengths = [len(request.prompt) + request.max_new_tokens for request in requests]
-    pages = sorted((-(-min(length, longest) // P) for length in lengths), reverse=True)
+    pages = sorted((ceil_div(min(length, longest), P) for length in lengths), reverse=True)
     # Rounded up to a power of two, so that runs of similar size share their compiled steps.
     tokens = sum(pages[: options.batch]) * P
     pool_tokens = max(MIN_POOL_TOKENS, 1 << (tokens - 1).bit_length())

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxkv.arith import round_up
 from jaxkv.cli import console
 from jaxkv.cli.arguments.serving import add_backend_argument
 from jaxkv.engine import Completion, Engine, EngineConfig, Request, RequestError
@@ -73,7 +74,7 @@ class ScoreOptions:
             max_sequences=self.batch,
             token_budget=self.chunk,
             page_size=self.page_size,
-            pool_tokens=sum(-(-length // page_size) * page_size for length in batch),
+            pool_tokens=sum(round_up(length, page_size) for length in batch),
             max_length=longest_first[0],
             deterministic=self.deterministic,
             backend=self.backend,

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxkv.arith import ceil_div
 from jaxkv.cli import console
 from jaxkv.cli.arguments.ledger import (
     LedgerModelOptions,
@@ -172,7 +173,7 @@ def load(options: ReuseOptions) -> tuple[Packed, int]:
     if workload == "talk":
         stream, capacity = workloads.conversations(1, at_a_time=1), 4_096
     elif workload == "talks":
-        talks = -(-(options.requests or 1_000) // 5)
+        talks = ceil_div(options.requests or 1_000, 5)
         stream, capacity = workloads.conversations(talks, at_a_time=100), 200_000
     else:
         if trace is not None:

@@ -29,7 +29,7 @@ def book_prompt_logprobs(plan: StepPlan, result: StepResult, steps: StepFunction
     therefore gives the log-probabilities of its tokens but the first, and of the first token
     after it.
     """
-    if all(sequence.completion.prompt_logprobs is None for sequence in plan.sequences):
+    if not [True for sequence in plan.sequences if sequence.request.prompt_logprobs]:
         return
     targets = np.zeros(result.hidden.shape[0], np.int32)
     spans = []

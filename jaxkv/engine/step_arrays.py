@@ -100,7 +100,8 @@ def plan_buffer(
     rows, lengths = plan.rows, plan.lengths
     arrays.tokens[: plan.total_tokens] = plan.tokens()
     arrays.seq_lens[:n] = lengths
-    np.subtract(lengths, tables.dropped[:, rows], out=arrays.kv_lens[:, :n])
+    dropped = tables.dropped.take(rows, axis=1, mode="clip")
+    np.subtract(lengths, dropped, out=arrays.kv_lens[:, :n])
     arrays.query_starts[1 : n + 1] = int32(accumulate(plan.num_tokens))
     arrays.query_starts[n + 1 :] = plan.total_tokens
     arrays.controls[:n] = controls[rows]

@@ -20,6 +20,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from jaxkv.arith import round_up
 from jaxkv.models.errors import ModelError
 
 # By type number: the code of `struct`.
@@ -134,7 +135,7 @@ def open_gguf(path: Path) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 1:
         raise ModelError(f"{path}: general.alignment = {alignment!r}; the file is damaged")
     infos = [header.tensor() for _ in range(num_tensors)]
-    start = -(-header.offset // alignment) * alignment
+    start = round_up(header.offset, alignment)
     tensors = [_checked(path, size, info, start) for info in infos]
     return GgufFile(path, metadata, {tensor.name: tensor for tensor in tensors})
 

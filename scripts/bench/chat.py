@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.arith import round_up
 from jaxkv.cli import console
 from jaxkv.engine import EngineConfig
 from jaxkv.errors import UsageError
@@ -196,7 +197,7 @@ def main(argv: list[str]) -> int:
 
 def engine_config(workload: Workload, page_size: int) -> EngineConfig:
     """Room for all conversations at their ends, none of whose pages need be shared."""
-    length = -(-workload.longest // page_size) * page_size
+    length = round_up(workload.longest, page_size)
     return EngineConfig(
         max_sequences=1 if workload.one_by_one else workload.conversations,
         page_size=page_size,

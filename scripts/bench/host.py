@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxkv.arith import ceil_div
 from jaxkv.cli import console
 from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex, check_integrity, pack
 from jaxkv.replay.workloads import LONGEST, VOCAB, Requests, random_tokens, stream
@@ -114,13 +115,13 @@ class Host:
 
     def __init__(self, capacity: int, page_size: int, max_sequences: int = 64):
         self.page_size = page_size
-        pool = PagePool(-(-capacity // page_size) + 1)
+        pool = PagePool(ceil_div(capacity, page_size) + 1)
         self.index = PrefixIndex([pool], page_size)
         self.tables = PageTables(
             [pool],
             page_size,
             max_sequences=max_sequences,
-            max_pages=-(-2 * LONGEST // page_size),
+            max_pages=ceil_div(2 * LONGEST, page_size),
             index=self.index,
         )
         self.evict_seconds, self.num_evicts = 0.0, 0

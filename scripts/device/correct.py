@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.arith import ceil_div
 from pallas_kernels import Pages, SharedPrefixes, SymmetricPages, write_pages
 from pallas_kernels import ragged_paged_attention as attention
 from pallas_kernels.attention import mosaic_gpu
@@ -210,13 +211,13 @@ def random_input(
       T: queries; None for B.
       poisoned: what is not live is NaN, or no page.
     """
-    B, M = len(lens), max(1, *(-(-n // P) for n in lens))
-    N = 1 + sum(-(-n // P) for n in lens)
+    B, M = len(lens), max(1, *(ceil_div(n, P) for n in lens))
+    N = 1 + sum(ceil_div(n, P) for n in lens)
     ids = iter(np.random.default_rng(2).permutation(np.arange(1, N)))
     table = np.full((B, M), GARBAGE if poisoned else 0, np.int32)
     live = np.full((N, P), not poisoned)
     for b, n in enumerate(lens):
-        table[b, : -(-n // P)] = here = [next(ids) for _ in range(-(-n // P))]
+        table[b, : ceil_div(n, P)] = here = [next(ids) for _ in range(ceil_div(n, P))]
         for page, start in zip(here, range(0, n, P), strict=True):
             live[page, : n - start] = True
     of_q, of_kv = jax.random.split(jax.random.key(0))

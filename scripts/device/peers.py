@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.arith import ceil_div
 from pallas_kernels import AnyPages, Pages, ragged_paged_attention
 
 
@@ -129,7 +130,7 @@ def flash_infer(given: Input) -> Attend:
     torch, flashinfer = _torch("flashinfer")
     k, v = (torch.from_dlpack(x) for x in given.heads_apart("NPKD"))
     P, (_, H, D), K = given.pages.page_size, given.q.shape, given.pages.num_kv_heads
-    pages = [-(-n // P) for n in given.lens]
+    pages = [ceil_div(n, P) for n in given.lens]
     table = np.asarray(given.table)
     ids = np.concatenate([row[:n] for row, n in zip(table, pages, strict=True)])
 

@@ -68,7 +68,7 @@ def test_ranges_are_the_largest_magnitudes_by_layer_and_head(tiny: Tiny):
     # The first layer's V is a product of the first norm's output alone.
     layer, x = tiny.decoder.layers[0], tiny.decoder.embedding[...][jnp.array(TOKENS)]
     _, _, v = layer.attention.heads(layer.attention_norm(x))
-    chex.assert_trees_all_close(whole.largest[0][1::2], jnp.abs(v).max((0, 2)), rtol=1e-5)
+    chex.assert_trees_all_close(np.array(whole.largest[0][1::2]), jnp.abs(v).max((0, 2)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["knorm", pytest.param("adakv_keydiff", marks=pytest.mark.slow)])
