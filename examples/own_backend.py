@@ -13,7 +13,7 @@ def attention(q, pages, page_table, ragged, sinks, options):
     sequence, position = ragged.rows(T)
     slot = jnp.arange(page_table.shape[1] * P)
     low, high = options.bounds(position)  # window and causal mask: the keys that each row sees
-    seen = (slot >= low[:, None]) & (slot < high[:, None])  # [T, S]
+    seen = (slot[None] >= low[:, None]) & (slot[None] < high[:, None])  # [T, S]
     page, offset = page_table[sequence][:, slot // P], jnp.tile(slot % P, (T, 1))
     k, v = (pages.read(i, page, offset).astype(jnp.float32) for i in (0, 1))  # [T, K, S, D]
     v = jnp.where(seen[:, None, :, None], v, 0.0)  # a slot that is not seen may hold NaN
