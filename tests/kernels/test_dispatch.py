@@ -1,5 +1,6 @@
 """A named backend or an error, and for None the first of the platform that takes the call."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +106,6 @@ def test_a_backend_of_your_own_runs_also_as_a_static_argument_of_a_jitted_functi
     lengths = jnp.array([3], jnp.int32), jnp.array([0, 1], jnp.int32)
     attend = jax.jit(ragged_paged_attention, static_argnames=("scale", "backend", "soft_cap"))
     out = attend(*arrays, *lengths, scale=1.0, backend=own)
-    np.testing.assert_array_equal(out, -np.ones((1, 2, 8)))
+    chex.assert_trees_all_equal(out, -np.ones((1, 2, 8)))
     with pytest.raises(ValueError, match="negated does not take this: soft caps are not"):
         attend(*arrays, *lengths, scale=1.0, backend=own, soft_cap=2.0)
