@@ -6,92 +6,17 @@ after a preemption loses the same tokens. Which tokens are dropped is decided in
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxkv.compress import Compression
-from jaxkv.compress.kept import Kept, Row
+from jaxkv.compress.kept import Row
+from jaxkv.engine.drop_state import NEVER, DropState
 from jaxkv.engine.runner import StepRunner
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.engine.sequence import Sequence
 from jaxkv.engine.step_plan import PageCopy
-from jaxkv.prefix import OutOfPages, PageTables, Snapshot, SnapshotKey, TokenDropper
-
-NEVER = 1 << 60  # more tokens than a sequence has
-
-
-@dataclass(slots=True, kw_only=True)
-class DropState:
-    """Which tokens of one sequence are dropped, and when.
-
-    Attributes:
-      dropper: has the snapshots.
-      context: how many of its first tokens lose some, once all of them are computed.
-      interval: after how many further tokens more are dropped; NEVER to drop once.
-      snapshot_key: names the snapshot with what is left of the context.
-      next_at: number of computed tokens at which tokens are dropped next.
-      last_at: the same for the last time; 0 before.
-      kept: the tokens that were kept then; None while all are there.
-    """
-
-    dropper: TokenDropper
-    context: int
-    interval: int
-    snapshot_key: SnapshotKey
-    next_at: int = field(init=False)
-    last_at: int = field(init=False)
-    kept: Kept | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """The sequence has given up its row: it computes its tokens again, and drops them again."""
-        self.next_at, self.last_at, self.kept = self.context, 0, None
-
-    @property
-    def has_dropped(self) -> bool:
-        """The row holds only some of the computed tokens."""
-        return self.kept is not None
-
-    def limit(self, num_computed: int, num_tokens: int) -> int:
-        """How many of the next tokens may be computed before some are dropped."""
-        return min(num_tokens, self.next_at - num_computed)
-
-    def cached_tokens(self, sequence: Sequence) -> int:
-        """The whole context if the sequence can start from a snapshot of it, else 0."""
-        return self.context if self._snapshot(sequence) is not None else 0
-
-    def resume(self, sequence: Sequence, row: int) -> tuple[int, tuple[int, ...]] | None:
-        """Fills an empty row with what another sequence has left of the same context.
-
-        Returns:
-          How many tokens are computed then, and for each layer group the page to copy onto the
-          row's next one, 0 for none. None if there is no such snapshot.
-        """
-        if self._snapshot(sequence) is None:
-            return None
-        priority = sequence.request.priority
-        found = self.dropper.match(row, self.snapshot_key, priority=priority)
-        assert found is not None
-        self.book(sequence, self.context, found[0].kept)
-        return self.context, found[1]
-
-    def book(self, sequence: Sequence, num_tokens: int, kept: Kept | None) -> None:
-        """Books that of `num_tokens` computed tokens only `kept` are left; None if all are."""
-        if kept is not None:
-            self.kept, self.last_at = kept, num_tokens
-            sequence.completion.dropped_tokens = num_tokens - float(np.asarray(kept.counts).mean())
-        self.next_at = num_tokens + self.interval
-
-    def snapshot(self) -> Snapshot | None:
-        """What is left of the context of another sequence with the same key."""
-        return self.dropper.get(self.snapshot_key)
-
-    def _snapshot(self, sequence: Sequence) -> Snapshot | None:
-        """The snapshot, if the sequence needs no logits at a token of the context."""
-        return self.snapshot() if sequence.first_wanted > self.context else None
+from jaxkv.prefix import OutOfPages, PageTables, SnapshotKey, TokenDropper
 
 
 class DropStage:
@@ -134,6 +59,8 @@ class DropStage:
         num_compared = sequence.num_prompt if self._is_query_aware else context
         sequence.drop = DropState(
             dropper=self._dropper,
+            completion=sequence.completion,
+            priority=request.priority,
             context=context,
             interval=self._compression.interval or NEVER,
             snapshot_key=SnapshotKey(
@@ -179,7 +106,7 @@ class DropStage:
                 before=drop.kept,
             )
         if kept is None:
-            drop.book(sequence, n, None)
+            drop.book(n, None)
             return
         if not self._take_pages(sequence, self._compressor.lens(kept)):
             return
@@ -187,7 +114,7 @@ class DropStage:
         self._runner.cache = self._compressor.move(cache, kept, row, target)
         if self._compression.interval is None:  # no later choice needs the statistics
             kept = kept._replace(statistics=())
-        drop.book(sequence, n, kept)
+        drop.book(n, kept)
         if n == drop.context:
             self._publish(sequence, drop)
 
@@ -223,8 +150,8 @@ class DropStage:
         self._runner.copy(
             PageCopy(g, *ids) for g, pages in windows.items() for ids in pages.items()
         )
-        n, priority = sequence.num_computed, sequence.request.priority
-        dropper.publish(row, n, key, drop.kept, windows, priority=priority)
+        n = sequence.num_computed
+        dropper.publish(row, n, key, drop.kept, windows, priority=drop.priority)
 
     def _row(self, sequence: Sequence) -> Row:
         return Row(

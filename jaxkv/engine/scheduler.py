@@ -202,7 +202,8 @@ class Scheduler:
                 row, sources = tables.fork(parent.row, num_tokens)
                 return row, num_tokens, sources
         row = tables.open()
-        if sequence.drop is not None and (found := sequence.drop.resume(sequence, row)) is not None:
+        drop, wanted = sequence.drop, sequence.first_wanted
+        if drop is not None and (found := drop.resume(row, wanted)) is not None:
             return row, *found
         if not sequence.reads_cache:
             return row, 0, ()
@@ -249,7 +250,8 @@ class Scheduler:
         version = counters.stored_pages + counters.evicted_pages
         known = self._cached.get(sequence)
         if known is None or known[0] != version:
-            num_tokens = sequence.drop.cached_tokens(sequence) if sequence.drop is not None else 0
+            drop = sequence.drop
+            num_tokens = 0 if drop is None else drop.cached_tokens(sequence.first_wanted)
             if not num_tokens:
                 packed = sequence.packed(sequence.num_findable)
                 num_tokens = self._index.probe(packed, sequence.namespace)

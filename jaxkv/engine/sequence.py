@@ -2,16 +2,14 @@
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jaxkv.engine.completion import Completion, FinishReason
+from jaxkv.engine.drop_state import DropState
 from jaxkv.engine.request import Request
 from jaxkv.engine.sampling import SeenTokens
 from jaxkv.engine.stopping import AnswerText
 from jaxkv.prefix import Namespace
-
-if TYPE_CHECKING:
-    from jaxkv.engine.dropping import DropState
 
 
 class Fork(NamedTuple):
@@ -64,7 +62,7 @@ class Sequence:
     seen: SeenTokens | None = None
     submitted: float = 0.0
     fork: Fork | None = None
-    drop: "DropState | None" = None
+    drop: DropState | None = None
     stepwise: bool = False
     row: int | None = None
     num_uncomputed: int = field(init=False)
