@@ -68,7 +68,7 @@ class LLM:
           memory_share: the share of the free memory that the KV cache may take, above 0 and at most
             1. Free memory is that of the GPU or TPU after the model was loaded, or the main memory
             on a CPU. The cache is never larger than `max_sequences` sequences of `max_length` need.
-            `pool_tokens` and `pool_bytes` override this.
+            `pool_bytes` replaces the share, and `pool_tokens` replaces both limits.
           **config: any field of `EngineConfig`, such as `max_sequences`, `max_length`, `kv_format`
             or `compression`. `page_size` defaults to what suits the KV format.
 
@@ -76,6 +76,7 @@ class LLM:
           ModelError: there is no such model, or its files cannot be used.
           UsageError: an option is out of range, does not suit the model, or needs more memory than
             there is.
+          TypeError: there is no such option.
         """
         if not 0 < memory_share <= 1:
             raise UsageError(f"memory_share must be above 0 and at most 1, got {memory_share}")
@@ -121,7 +122,11 @@ class LLM:
         return self.loaded.require_tokenizer()
 
     def warm_up(self) -> None:
-        """Compiles every shape of step now, so that no later call waits for the compiler."""
+        """Compiles every shape of step now, so that steps need no compiler later.
+
+        Log-probabilities of prompts and dropping tokens are still compiled when they are first
+        used.
+        """
         self.engine.warm_up()
 
     def close(self) -> None:
@@ -172,8 +177,9 @@ class LLM:
           `text`, `tokens`, `finish_reason`, `cached_tokens` and more.
 
         Raises:
-          RequestError: a prompt is empty or too long, or an option is out of range. The message
-            names the prompt by its number; no prompt is served.
+          ModelError: the text of a prompt is empty.
+          RequestError: a prompt is too long, or an option is out of range. The message names the
+            prompt by its number if there are several; the other prompts are aborted.
 
         Example:
           >>> llm.generate("Water boils at", max_new_tokens=4).text
@@ -203,7 +209,8 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> Iterator[str] | Iterator[tuple[int, str]]:
-        """Yields the text of answers while it is generated; arguments and errors as in `generate`.
+        """Yields the text of answers while it is generated; arguments and errors as in `generate`,
+        except that `n` must be 1.
 
         Leaving the loop early aborts what is unfinished. Several streams may be open at once.
 
@@ -293,8 +300,8 @@ class LLM:
         Args:
           prompt: text or token ids.
           sampling: how tokens are drawn; None takes the most likely one.
-          stop_ids: ids that end the answer; None takes the tokenizer's ends of a turn, and an empty
-            list none.
+          stop_ids: ids that end the answer; None takes the tokenizer's end-of-turn ids, an empty
+            list takes none.
           stop_strings: texts that end the answer; it is cut before the first of them.
           **options: other fields of `Request`: `max_new_tokens`, `n`, `logprobs`, `priority`, ...
 

@@ -14,7 +14,7 @@ class StepInputs:
     """One step over T query tokens of B sequences, concatenated; padding comes last.
 
     A layer group may have fewer tokens of a sequence than the sequence has, since a compression
-    method dropped some. The others stand in the group's pages one after the other.
+    method dropped some. The remaining tokens fill the group's pages without gaps.
 
     Attributes:
       tokens: `[T]` int32 token ids; a padding row may hold anything.

@@ -1,4 +1,4 @@
-"""Which requests an engine takes: the one place where a request is refused.
+"""Which requests an engine takes: what is refused at submission.
 
 A `Request` has checked its own values already; here they are compared with what the engine has.
 """

@@ -17,8 +17,9 @@ class EngineConfig:
     """The sizes and choices of one engine.
 
     With greedy decoding only `kv_format`, `compression`, `sampler` and, for kivi formats (which
-    quantise page by page), `page_size` can change the output. All other fields affect only speed
-    and memory.
+    quantise page by page), `page_size` can change the output. `kv_ranges` sets the scales of
+    static formats; `max_length` and the size of the pool limit how long an answer can be. All other
+    fields affect only speed and memory.
 
     Example:
       >>> EngineConfig(max_sequences=16, pool_bytes=4 << 30, kv_format="int8")

@@ -75,7 +75,8 @@ class Engine:
           config: sizes and choices; None takes the defaults.
           detokenizer: makes a detokenizer for each request. Without it answers have no text, and
             requests with stop strings are refused.
-          page_events: called with each page that the prefix index stores or removes.
+          page_events: called with an event for each page that the prefix index stores, changes
+            or evicts.
           steps: the compiled functions of another engine with the same model, backend, determinism
             and sampler, so that each step is compiled once for both.
 
@@ -391,7 +392,7 @@ class Engine:
         return Delta(sequence.completion, (), "")
 
     def _refuse_stuck(self) -> list[Delta]:
-        """Ends the first waiting request if nothing runs and it finds no pages all the same: pins
+        """Ends the first waiting request if it finds no pages although nothing else runs: pins
         or callers hold too many."""
         for sequence in self._scheduler.waiting_in_order():
             if not sequence.paused:

@@ -105,7 +105,7 @@ class Request:
       prompt_logprobs_from: first prompt position whose log-probability is reported.
       keep_logits: keep the logits of each generated token (V floats per token).
       n: how many answers to draw. Answer i has seed `sampling.seed + i`. The prompt is computed
-        once.
+        once, except with `prompt_logprobs` or a score method.
       priority: if the engine schedules by priority, requests with a higher one start first. If
         pages run out, requests with a lower one are preempted first, whatever the schedule.
       cache_salt: only requests with the same salt share cached prefixes.

@@ -25,9 +25,10 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """The states of pages 1 .. N - 1, or of the N - 1 pages after another null page.
+    """The states of the N - 1 pages after the null page, by default pages 1 to N - 1.
 
-    A freed page is the first to be handed out again, while its memory is likely to be in a cache.
+    A freed page is the first to be handed out again, while its memory is likely to be in the
+    processor's cache.
 
     Attributes:
       capacity: pages that can be held at once, N - 1.

@@ -9,7 +9,7 @@ A sequence has one row in each layer group, in arrays from which a step takes ro
     publish   adds its pages to the index
     trim      releases pages before the window of a sliding group
     fork      opens a row that shares another row's first pages
-    close     releases all its pages; the only place where a sequence gives them back
+    close     releases all pages that it still holds
 
 Positions in a row are those of tokens in the group: if a group dropped tokens of a sequence
 (`dropper`), the tokens that are left follow one another in its pages. The scheduler of
