@@ -146,6 +146,11 @@ _KIVI = re.compile(r"kivi(?:([24])|_k([24])v([24]))(?:_r([0-9]{1,6}))?(?:_s([0-9
 _LAYER = re.compile(r"-?[0-9]{1,6}")
 
 
+def is_format(name: str) -> bool:
+    """Whether a name is that of a format of this package."""
+    return name in FORMATS or _KIVI.fullmatch(name) is not None
+
+
 def parse_format(name: str) -> FormatSpec:
     """Returns the format of a name.
 

@@ -254,7 +254,8 @@ class LLM:
           The answer; append its `text` as a message of the assistant to go on.
 
         Raises:
-          UsageError: a message has no role or text, or the last one is not the user's.
+          UsageError: a message has no role or text, or the last one is not the user's; `n` is
+            not 1.
           ModelError: the text cannot be encoded, or the template refuses the messages.
           RequestError: the conversation is too long, or an option is out of range.
 
@@ -275,6 +276,8 @@ class LLM:
         request = self.request(
             prompt, sampling, stop_strings=(*stops, *talk.stop_strings), **options
         )
+        if request.n != 1:
+            raise UsageError(f"n must be 1 in a chat, got {request.n}")
         completions: list[Completion] = []
         for _, delta in self._served([request], completions):
             if on_text is not None and delta.text:
@@ -425,16 +428,13 @@ def make_engine(
         raise UsageError(f"a cache of {size} cannot be allocated: {reason}") from None
 
 
-def page_size_for(kv_format: str) -> int:
-    """Tokens per page that suit a KV format.
+def page_size_for(kv_format: object) -> int:
+    """Tokens per page that suit a KV format; the default of `EngineConfig` for one of your own.
 
     Raises:
-      UsageError: there is no such format.
+      UsageError: there is no format of that name.
     """
-    try:
-        return preferred_page_size(kv_format)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return preferred_page_size(kv_format) if isinstance(kv_format, str) else EngineConfig.page_size
 
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:

@@ -9,6 +9,9 @@ import pytest
 
 from jaxkv.models.pretrained import model_path
 
+# Tests of several folders import it, and its assertions tell their values only if it is rewritten.
+pytest.register_assert_rewrite("tests.engine.tiny")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -165,3 +165,12 @@ def test_chunks_written_and_attended_equal_attention_over_the_whole(layer, backe
             chex.assert_trees_all_equal(got[b, :n, :, :D], want[b])
             assert not np.array(got[b, :n, :, D:]).any()
     assert not np.array(cache.layers[1 - layer].kv).any()
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_that_is_not_there_is_refused(layer):
+    tables = [np.array([[1]])] * 2
+    step = step_of([3], [3], tables, T=3)
+    qkv = tuple(jnp.zeros((3, heads, D)) for heads in (H, K, K))
+    with pytest.raises(ValueError, match=f"layer must be 0 to 1, got {layer}"):
+        update_and_attend(init_cache(SPEC), layer, qkv, step, scale=1.0)

@@ -11,6 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import LLM, Engine, EngineConfig, Request, SamplingParams, llm, memory
+from jaxkv.cache import get_format
 from jaxkv.engine import FinishReason, RequestError
 from jaxkv.errors import JaxkvError, UsageError
 from jaxkv.models.errors import ModelError
@@ -213,6 +214,19 @@ def test_the_page_size_suits_the_format_unless_it_is_given(loaded):
         assert model.engine.config.page_size == 32
     with LLM(loaded, page_size=8, **CONFIG) as model:
         assert model.engine.config.page_size == 8
+
+
+def test_a_format_may_be_an_object(loaded):
+    own = LLM(loaded, **CONFIG, kv_format=get_format("int8"))
+    named = LLM(loaded, **CONFIG, kv_format="int8")
+    assert own.engine.spec == named.engine.spec
+    with pytest.raises(UsageError, match=r"kv_format must be .*, got 3"):
+        LLM(loaded, **CONFIG, kv_format=3)
+
+
+def test_a_chat_has_one_answer(tiny):
+    with pytest.raises(UsageError, match="n must be 1 in a chat, got 3"):
+        tiny.chat([{"role": "user", "content": "x"}], n=3)
 
 
 def test_after_the_with_block_calls_say_that_it_is_closed(loaded):

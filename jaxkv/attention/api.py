@@ -58,6 +58,10 @@ def update_and_attend(
 
     Returns:
       `[T, H, D]` in q's dtype, zero in padding rows, and the new cache.
+
+    Raises:
+      ValueError: there is no such layer, or a shape or dtype does not fit the cache; the message
+        names the dimension.
     """
     q, k, v = qkv
     cache = _layer_attention(cache.spec, layer, q.shape[2]).write(cache, k, v, step)
@@ -98,6 +102,8 @@ def attend(
 
 def _layer_attention(spec: CacheSpec, layer: int, head_dim: int) -> LayerAttention:
     """How a layer of a cache writes and attends, for a model's `head_dim`."""
+    if not 0 <= layer < len(spec.layers):
+        raise ValueError(f"layer must be 0 to {len(spec.layers) - 1}, got {layer}")
     own, pages, exact = spec.layers[layer], spec.pages[layer], spec.exact_pages(layer)
     if len(pages.groups) > 1:
         attention = SplitHeadsLayer(layer)

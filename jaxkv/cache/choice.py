@@ -11,7 +11,7 @@ from jaxkv.cache.formats import KVFormat, PackageFormat, StaticFormat, get_forma
 from jaxkv.cache.ranges import KVRanges
 from jaxkv.cache.spec import LayerSpec
 from jaxkv.errors import UsageError
-from jaxkv.kv_format import FORMATS, FormatSpec, formats_by_layer, parse_choice
+from jaxkv.kv_format import FormatSpec, formats_by_layer, is_format, parse_choice
 from pallas_kernels.codes import largest_code
 
 
@@ -66,7 +66,7 @@ def check_choice(choice: str | KVFormat) -> None:
     name = choice.name  # pages are shared, exported and imported by it
     if not isinstance(name, str) or re.fullmatch(r"[\w.@-]+", name) is None:
         raise UsageError(f"the name of a KV format must be letters, digits and _.@-, got {name!r}")
-    if name in FORMATS and not isinstance(choice, PackageFormat):
+    if is_format(name) and not isinstance(choice, PackageFormat):
         raise UsageError(f"{choice!r} has the name of a format of jaxkv, {name}")
 
 

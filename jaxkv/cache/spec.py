@@ -32,12 +32,21 @@ class LayerSpec:
       sink_tokens: number of first tokens of the sequence that the window never moves past; 0 to
         MAX_SINK_TOKENS, so that they fit into one page of any size. Queries see them as if the
         tokens between them and the window did not exist (StreamingLLM, arXiv 2309.17453).
+
+    Raises:
+      ValueError: a number is not a positive integer.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
     sink_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "head_dim", "window"):
+            value = getattr(self, name)
+            if (name, value) != ("window", None) and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} of a layer must be a positive integer, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,10 +129,13 @@ def choose_in_layer(
       keep: int32 scalar, number of tokens that each head keeps, on average over the heads.
     """
     scores = method.score(tokens, statistics, keep)
+    _check(method, "score", scores, tokens.live.shape, jnp.floating)
     scores = jnp.clip(jnp.nan_to_num(scores, nan=-FORCED), -FORCED, FORCED)
     at, (first, end) = positions[..., None], protect.T[:, None, None]
     scores = jnp.where(((at >= first) & (at < end)).any(axis=-1), jnp.inf, scores)
-    kept = method.choose(jnp.where(tokens.live, scores, -jnp.inf), keep) & tokens.live
+    kept = method.choose(jnp.where(tokens.live, scores, -jnp.inf), keep)
+    _check(method, "choose", kept, tokens.live.shape, jnp.bool_)
+    kept = kept & tokens.live
     counts = kept.sum(axis=-1, dtype=jnp.int32)
     S = tokens.k.shape[1]
     slots = jnp.sort(jnp.where(kept, tokens.slots[None], S), axis=-1)
@@ -145,6 +148,13 @@ def choose_in_layer(
     filled = tokens.slots[None] < counts[:, None]
     statistics = map_slots(lambda x: jnp.where(filled, taken(x), 0.0), statistics)
     return LayerChoice(slots, taken(positions), counts, statistics)
+
+
+def _check(method: ScoreMethod, name: str, x: jax.Array, shape: tuple[int, ...], kind: Any) -> None:
+    """Raises ValueError unless a method returned an array `[K, S]` of the kind that is asked for."""
+    if jnp.shape(x) != shape or not jnp.issubdtype(jnp.result_type(x), kind):
+        got = f"{jnp.shape(x)} {jnp.result_type(x)}"
+        raise ValueError(f"{name} of {method} must be [K, S] = {shape} {kind.__name__}, got {got}")
 
 
 def move(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.engine.request import MAX_TOP_LOGPROBS, SamplingParams
+from jaxkv.errors import UsageError
 
 
 @jax.tree_util.register_dataclass
@@ -175,9 +176,17 @@ def draw(logits: jax.Array, params: SamplingInputs) -> jax.Array:
 
 
 def sample(logits: jax.Array, params: SamplingInputs, sampler: Sampler = draw) -> Sampled:
-    """Draws a token from each row of `logits [B, V]` float32, and reports its log-probability."""
+    """Draws a token from each row of `logits [B, V]` float32, and reports its log-probability.
+
+    Raises:
+      UsageError: the sampler does not return `[B]` int32; said while the step is traced.
+    """
     logsumexp = jax.nn.logsumexp(logits, axis=-1)
     token = sampler(logits, params)
+    B = logits.shape[0]
+    if not isinstance(token, jax.Array) or token.shape != (B,) or token.dtype != jnp.int32:
+        got = getattr(token, "aval", type(token).__name__)
+        raise UsageError(f"the sampler must return token ids [B] = [{B}] int32, got {got}")
     top_logits, top_tokens = jax.lax.cond(params.want_top, _top, _no_top, logits)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     return Sampled(

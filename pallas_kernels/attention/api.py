@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +113,16 @@ def ragged_paged_attention(
     ragged = Ragged(kv_lens=kv_lens, query_starts=query_starts, shared=shared)
     arguments = (q, pages, page_table, ragged, sinks, options)
     chosen = dispatch.choose("ragged_paged_attention", BACKENDS, backend, arguments)
-    out, lse = chosen.run(*arguments)
+    out, lse = _checked_result(chosen.name, chosen.run(*arguments), q)
     return (out, lse) if return_lse else out
+
+
+def _checked_result(name: str, result: Any, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a backend returned; raises ValueError if it is not what the operation promises."""
+    got = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x).name), result)
+    want = ((q.shape, q.dtype.name), (q.shape[:2], "float32"))
+    require(got == want, f"backend {name} must return out and lse as {want}, it returned {got}")
+    return result
 
 
 def _check_arrays(

@@ -82,3 +82,10 @@ def test_a_format_stores_values_as_its_dtype(name, dtype):
     pages = get_format(name).init_pages(2, 8, 1, 8, "head_major")
     assert isinstance(pages, Pages)
     assert pages.kv.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["kv_heads", "head_dim", "window"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "x"])
+def test_a_layer_names_the_number_that_it_cannot_have(name, value):
+    with pytest.raises(ValueError, match=f"{name} of a layer must be a positive integer, got"):
+        LayerSpec(**{"kv_heads": 2, "head_dim": 64, name: value})

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 from flax import nnx
 
-pytest.register_assert_rewrite("tests.engine.tiny")  # before it is imported
-
 
 def decoder_of(windows: tuple[int | None, ...], seed: int):
     from jaxkv.models.config import LayerConfig, RopeConfig

@@ -176,3 +176,39 @@ def test_a_method_that_cannot_be_told_apart_is_refused():
 def test_a_method_without_a_score_says_so(mixed: Tiny):
     with pytest.raises(NotImplementedError):
         run(engine_of(mixed, ScoreMethod()), Request(prompt=PROMPT, max_new_tokens=2))
+
+
+@dataclass(frozen=True)
+class Wrong(LastTokens):
+    """Returns something else than what is asked for, in one of its functions."""
+
+    where: str = ""
+
+    def score(self, tokens: LayerTokens, statistics: None, keep: jax.Array) -> jax.Array:
+        scores = super().score(tokens, statistics, keep)
+        wrong = {"rows": scores[:1], "integers": scores.astype(jnp.int32)}
+        return wrong.get(self.where, scores)
+
+    def choose(self, scores: jax.Array, keep: jax.Array) -> jax.Array:
+        return scores if self.where == "choice" else super().choose(scores, keep)
+
+    def budgets(self, num_layers: int, *others: int) -> list[int]:
+        budgets = super().budgets(num_layers, *others)
+        return {"fewer": budgets[:-1], "none": [0] * num_layers}.get(self.where, budgets)
+
+
+@pytest.mark.parametrize(
+    "where, message",
+    [
+        ("rows", r"score of .* must be \[K, S\]"),
+        ("integers", r"score of .* must be \[K, S\] = .* floating, got .* int32"),
+        ("choice", r"choose of .* must be \[K, S\] = .* bool"),
+        ("fewer", "budgets of .* must be . positive numbers"),
+        ("none", "budgets of .* must be . positive numbers"),
+    ],
+)
+def test_a_method_that_returns_something_else_is_named(where, message):
+    compression = Compression(method=Wrong(where=where), budget=20)
+    engine = Tiny.random().engine(compression=compression)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([Request(prompt=PROMPT, max_new_tokens=2)])

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.engine.tiny")  # before it is imported
-
 
 @pytest.fixture(scope="session")
 def tiny():

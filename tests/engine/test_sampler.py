@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv.engine import Engine, EngineConfig, Request, SamplingInputs, SamplingParams, draw
+from jaxkv.errors import UsageError
 from tests.engine.tiny import Tiny, random_prompts, run
 
 (PROMPT,) = random_prompts(20, seed=3)
@@ -51,3 +52,21 @@ def test_a_sampler_is_a_function_and_part_of_the_compiled_steps(tiny: Tiny):
     steps = Engine(tiny.model, EngineConfig(pool_tokens=64)).steps
     with pytest.raises(ValueError, match="or sampler cannot be shared"):
         Engine(tiny.model, EngineConfig(pool_tokens=64, sampler=least_likely), steps=steps)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda logits, params: draw(logits, params)[:1],
+        lambda logits, params: draw(logits, params)[:, None],
+        lambda logits, params: draw(logits, params).astype(jnp.float32),
+        lambda logits, params: None,
+    ],
+    ids=["fewer rows", "another axis", "floats", "nothing"],
+)
+def test_a_sampler_that_returns_something_else_is_named_and_nothing_waits(tiny: Tiny, wrong):
+    config = EngineConfig(pool_tokens=64, max_sequences=2, max_length=32, sampler=wrong)
+    engine = Engine(tiny.model, config)
+    with pytest.raises(UsageError, match=r"the sampler must return token ids \[B\] = \[\d\] int32"):
+        engine.generate([Request(prompt=PROMPT), Request(prompt=[1, 2])])
+    assert not engine.has_work

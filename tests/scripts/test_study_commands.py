@@ -268,7 +268,7 @@ def test_decode_drops_tokens_of_its_prompts(capsys, model):
     ("options", "message"),
     [
         (["--method", "knorm"], "--method needs a --budget"),
-        (["--budget", "0.5"], "name one"),
+        (["--budget", "0.5"], "need a --method"),
         (["--method", "streaming_llm", "--budget", "0.5"], "takes a number of tokens"),
         (["--method", "knorm", "--budget", "half"], "budget 'half'"),
         (["--method", "knorm", "--budget", "0.5", "--kv-format", "kivi4"], "does not go with"),
