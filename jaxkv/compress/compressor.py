@@ -104,9 +104,10 @@ class Compressor:
         spans = np.zeros((MAX_SPANS, 2), np.int32)
         spans[: len(protect)] = np.reshape(np.asarray(protect, np.int32), (-1, 2))
         budgets = self.method.budgets(len(self.groups), n, keep, num_protected(protect))
-        if len(budgets) != len(self.groups) or min(budgets) < 1:
+        num_layers = len(self.groups)
+        if len(budgets) != num_layers or min(budgets) < 1:
             raise ValueError(
-                f"budgets of {self.method} must be {len(self.groups)} positive numbers, got {budgets}"
+                f"budgets of {self.method} must be {num_layers} positive numbers, got {budgets}"
             )
         return self._choose(cache, row, statistics, known, spans, np.array(budgets, np.int32))
 

@@ -151,7 +151,7 @@ def choose_in_layer(
 
 
 def _check(method: ScoreMethod, name: str, x: jax.Array, shape: tuple[int, ...], kind: Any) -> None:
-    """Raises ValueError unless a method returned an array `[K, S]` of the kind that is asked for."""
+    """Raises ValueError unless a method returned an array `[K, S]` of the right kind."""
     if jnp.shape(x) != shape or not jnp.issubdtype(jnp.result_type(x), kind):
         got = f"{jnp.shape(x)} {jnp.result_type(x)}"
         raise ValueError(f"{name} of {method} must be [K, S] = {shape} {kind.__name__}, got {got}")
