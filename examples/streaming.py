@@ -3,7 +3,8 @@
 from jaxkv import LLM
 
 COUNTRIES = ["France", "Italy", "Spain", "Poland", "Norway", "Egypt", "Kenya", "Japan", "Peru"]
-prompts = [f"The capital of {country} is" for country in [*COUNTRIES, "Canada"]]
+SHARED = "This is a list of the countries of the world and of their capitals, one in each sentence."
+prompts = [f"{SHARED} The capital of {country} is" for country in [*COUNTRIES, "Canada"]]
 
 llm = LLM("smollm2-135m", max_sequences=10, max_length=256)
 texts = [""] * len(prompts)
@@ -12,8 +13,7 @@ for number, text in llm.stream(prompts, max_new_tokens=12):
     print(f"prompt {number}: {text!r}")
 
 for prompt, text in zip(prompts, texts, strict=True):
-    print(prompt + text)
+    print((prompt + text).removeprefix(SHARED + " "))
 metrics = llm.engine.metrics
-print(
-    f"{metrics.generated_tokens} tokens in {metrics.num_steps} steps; {metrics.hit_rate:.0%} hits"
-)
+print(f"{metrics.generated_tokens} tokens in {metrics.num_steps} steps")
+print(f"{metrics.hit_rate:.0%} of the prompt tokens came from the cache")

@@ -29,7 +29,6 @@ def test_an_example_runs_and_prints(path):
     fetched = (cache_dir() / "models" / MODEL / RELEASES[MODEL].file).exists()
     if needs_model(path) and not fetched:
         pytest.skip(f"{MODEL} has not been fetched: `make demo` does")
-    assert 10 <= len(path.read_text().splitlines()) <= 60
     command = [sys.executable, "-W", "error", str(path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
