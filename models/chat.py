@@ -2,7 +2,7 @@
 
 A template is Jinja source that comes with the weights, from whoever made the file, so it runs in
 Jinja's sandbox. The environment is that of Hugging Face's `apply_chat_template`, which templates
-are written for. Not here: tokenizing the text (pass `add_special_tokens=False`: templates write
+are written for. To tokenize the text, pass `add_special_tokens=False`: templates write
 their own BOS).
 """
 

@@ -109,7 +109,7 @@ class ModelConfig:
       attention: shared by all layers.
       max_positions: longest sequence the model was made for, in tokens.
       rms_eps: epsilon of every RMS norm.
-      activation: of the gated MLP.
+      activation: activation of the gated MLP.
       post_norms: attention and MLP have a norm after them, too, before the residual sum (Gemma).
       embedding_scale: factor on token embeddings (Gemma: sqrt(E)).
       logit_soft_cap: soft cap on the output logits; None leaves them.

@@ -68,7 +68,7 @@ class DecoderLayer(nnx.Module):
 
         Args:
           x: `[T, E]`.
-          rotation: of the rows' positions.
+          rotation: rotation of the rows' positions.
           attend: the attention function.
 
         Returns:

@@ -36,7 +36,7 @@ def with_kv_heads(
       model: the decoder; it stays as it is.
       num_kv_heads: divides the model's.
       pooling: how heads become one.
-      seed: of `random`.
+      seed: seed of `random`.
 
     Raises:
       ModelError: the number does not divide the model's, or heads that are normed cannot be turned.

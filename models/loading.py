@@ -30,7 +30,7 @@ class LoadedModel:
     Attributes:
       name: as the user gave it.
       model: the decoder with its parameters.
-      tokenizer: None where the checkpoint has weights alone.
+      tokenizer: None if the checkpoint has only weights.
       source: the file or directory that it was read from.
     """
 
@@ -44,7 +44,7 @@ class LoadedModel:
         if self.tokenizer is None:
             raise ModelError(
                 f"{self.source}: has no tokenizer, so it takes token ids and no text; put the "
-                "model's tokenizer.json beside its config.json"
+                "model's tokenizer.json next to its config.json"
             )
         return self.tokenizer
 
@@ -58,7 +58,7 @@ def load_model(
       name_or_path: a key of `jaxkv.models.pretrained.RELEASES`, which wins over a path;
         a directory of `config.json` and `.safetensors` files; a `.gguf` file; or a directory that
         `jaxkv.models.orbax_checkpoint.save_checkpoint` wrote.
-      dtype: of the matrices: float32, bfloat16 or float16. Norm weights are float32 always.
+      dtype: dtype of the matrices: float32, bfloat16 or float16. Norm weights are float32 always.
       progress: called with the bytes of parameters that are in place, and their total.
 
     Raises:

@@ -39,9 +39,9 @@ class TrainConfig:
       learning_rate: at its peak, after `warmup` steps.
       warmup: steps.
       decay: part of the learning rate that is left at the end, after a cosine; 1 keeps it.
-      weight_decay: of matrices (AdamW).
+      weight_decay: weight decay of matrices (AdamW).
       distil: part of the loss that is KL(teacher || model); the rest is the next token's.
-      seed: of the batches.
+      seed: seed of the batches.
     """
 
     num_steps: int
@@ -61,7 +61,7 @@ class Trainer:
     Attributes:
       config: how the run is done.
       step: updates so far.
-      losses: of the updates since this object was made, in nats per token.
+      losses: losses of the updates since this object was made, in nats per token.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Trainer:
 
         Args:
           model: where the run starts.
-          tokens: of the text, `[n]` int32.
+          tokens: tokens of the text, `[n]` int32.
           config: how.
           teacher: whose distribution is distilled.
 

@@ -46,10 +46,10 @@ class HostSide:
         """Makes the parts; all pages are free.
 
         Args:
-          spec: of the cache.
+          spec: spec of the cache.
           config: sizes and choices.
           max_length: tokens of the longest sequence.
-          page_events: called with each page that the index stores or removes.
+          page_events: called with an event for each page that the index stores, changes or evicts.
         """
         P, compression = spec.page_size, config.compression
         lookback = 0 if compression is None else compression.lookback

@@ -47,7 +47,7 @@ class StepRunner:
         Args:
           model: the decoder.
           config: sizes and choices.
-          spec: of the cache.
+          spec: spec of the cache.
           tables: the page tables of running sequences.
           steps: compiled functions to use; None makes new ones.
 

@@ -10,9 +10,8 @@ one batch, or one request after another. Every prompt is the whole conversation 
 index does not have of it is computed again. Time to first token is counted from the moment at
 which a request is submitted; the table shows medians of a turn.
 
-Beside it runs llama.cpp on the same weights in float32, with its prompt cache and without, where it
-can be imported (`pip install llama-cpp-python`) and the model is a GGUF file. It serves one request
-after another, whatever we do.
+If `llama-cpp-python` is installed and the model is a GGUF file, llama.cpp runs on the same weights
+in float32, with its prompt cache and without. It serves one request after another.
 """
 
 import importlib.util
@@ -154,7 +153,7 @@ def parse(argv: list[str]) -> BenchOptions:
     console.add_model_arguments(parser)
     add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
     add("--rounds", type=int, default=1, metavar="N", help="timed rounds (default: %(default)s)")
-    add("--no-peers", action="store_true", help="jaxkv alone")
+    add("--no-peers", action="store_true", help="only jaxkv")
     add("--json", action="store_true", help="one JSON object on standard output")
     options = parser.read(BenchOptions, argv)
     sizes = ("conversations", "turns", "system", "user", "new")

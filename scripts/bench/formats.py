@@ -5,7 +5,7 @@
   python scripts bench formats --text novel.txt --model gemma3-270m --formats "kivi4,window=bf16"
 
 One sequence of --tokens tokens, --skip tokens into the text, is computed in chunks through a paged
-cache of each format beside one of float32. KL is KL(full || format) of the next-token distributions
+cache of each format and one of float32. KL is KL(full || format) of the next-token distributions
 in nats, top-1 the share of them with the same likeliest token; bytes are of all pages that the
 sequence holds when it has --at tokens, parameters, tails and exact tokens included, against
 bfloat16.

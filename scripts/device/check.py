@@ -3,18 +3,18 @@
   python scripts device check
   python scripts device check --minutes 3 --json check.json --no-model
 
-First each named shape against the `reference` backend, and some properties; then decode attention
-beside the systems that can be had here: median time on the device, bytes of live K and V a second,
-and their share of what a plain copy reaches (each load is far more than an L2 holds, which is so
-cold every time); then decode steps of SmolLM2. What does not fit into the minutes, or cannot be
-had, has a row that says so. What is wrong is told at once; the table comes last, whatever happened
-before; rows are saved to the JSON file as they are found.
+The check first compares each named shape with the `reference` backend, and tests some properties.
+Then it times decode attention and the other systems that are installed: median time on the device,
+bytes of live K and V per second, and their share of what a plain copy reaches. Each load is much
+larger than an L2 cache. Last it times decode steps of SmolLM2. A row that does not fit into the
+minutes, or a system that is missing, has a row that says so. Faults are printed at once, the table
+at the end in any case, and rows are saved to the JSON file as they are found.
 
-The device is touched by a process of its own. Where a kernel hangs or kills it, that is the row's
-result, and another process goes on with the next one.
+A separate process uses the device. If a kernel hangs or ends it, that is the result of the row, and
+another process continues with the next one.
 
-Without a GPU the kernel is simulated, on toy sizes, and nothing is timed: the program itself is
-what is checked then.
+Without a GPU the kernel is simulated on toy sizes and nothing is timed: then the run checks only
+the program itself.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ class Worker:
         self._reader.join()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None
-            with contextlib.suppress(OSError):  # a question that nobody has read
+            with contextlib.suppress(OSError):  # the worker has not read the question
                 stream.close()
 
 
@@ -119,7 +119,7 @@ class Report:
     """The rows found so far.
 
     Attributes:
-      path: of the JSON file.
+      path: path of the JSON file.
       device, versions: where this ran.
     """
 
@@ -161,7 +161,7 @@ class Run:
     Attributes:
       report: takes the rows.
       deadline: by `time.monotonic`.
-      command: of a worker.
+      command: command of a worker.
       real: there is a GPU.
     """
 

@@ -1,7 +1,7 @@
-"""What `device check` holds the GPU kernels to: each named shape, and some properties besides.
+"""How `device check` tests the GPU kernels: each named shape, and some properties.
 
-Attention is held against the `reference` backend on lengths around every edge, over pages whose
-unused slots are NaN and tables whose unused entries are no pages. Not a command.
+Attention is compared with the `reference` backend on lengths around every edge, over pages whose
+unused slots are NaN and tables whose unused entries name no page. This is no command.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def _batch(shape: Shape, simulated: bool) -> Batch:
     rng = np.random.default_rng(1)
     before = rng.permutation([n for n in edges if 0 <= n <= longest])
     before = [*before, *rng.integers(0, longest, B)]
-    # One query alone may be without a key.
+    # Only a single query may be without a key.
     lens = [int(n) + (few if few > 1 else 0) for n, few in zip(before, q_lens, strict=False)]
     q: Any = shape.q
     table: Any = jax.ShapeDtypeStruct((B, 1), jnp.int32)
@@ -149,7 +149,7 @@ def _shared(simulated: bool) -> float:
 
 
 def _bits(simulated: bool) -> float:
-    """Each decoded row of a batch has the bits that it has alone."""
+    """Each decoded row has the same bits in a batch and by itself."""
     lens = (17, 40, 33) if simulated else (1400, 513, 64, 1, 999)
     H, K, D, P = (4, 2, 64, 16) if simulated else (32, 8, 128, 16)
     given = random_input(lens, jnp.bfloat16, H, K, D, P, poisoned=True)
@@ -160,7 +160,7 @@ def _bits(simulated: bool) -> float:
         )
         got = Batch(given=alone, q_lens=[1]).attend("mosaic_gpu")
         for one, all_, name in zip(got, together, ("out", "lse"), strict=True):
-            difference(one, all_[b : b + 1], f"{name} of row {b} alone", most=0.0)
+            difference(one, all_[b : b + 1], f"{name} of row {b} by itself", most=0.0)
     return 0.0
 
 
@@ -187,7 +187,7 @@ def _write(simulated: bool) -> float:
 EXTRAS: dict[str, Callable[[bool], float]] = {
     "sinks, soft cap and window": _options,
     "a shared prefix": _shared,
-    "bits of a row alone and in a batch": _bits,
+    "bits of a row by itself and in a batch": _bits,
     "page writes": _write,
 }
 
@@ -205,8 +205,8 @@ def random_input(
     """Random queries and pages, these in random order.
 
     Args:
-      lens: of the B sequences.
-      dtype: of K and V.
+      lens: lengths of the B sequences.
+      dtype: dtype of K and V.
       H, K, D, P: as in the README.
       T: queries; None for B.
       poisoned: what is not live is NaN, or no page.

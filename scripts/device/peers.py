@@ -45,7 +45,7 @@ class Input:
       q: `[B, H, D]`.
       pages: head-major.
       table: `[B, M]`.
-      lens: of the B sequences.
+      lens: lengths of the B sequences.
     """
 
     q: jax.Array
@@ -166,7 +166,7 @@ def flash_attention(given: Input) -> Attend:
 
 
 def _torch(name: str) -> tuple[Any, Any]:
-    """torch with CUDA, and a module beside it."""
+    """torch with CUDA, and one more module."""
     try:
         torch, module = importlib.import_module("torch"), importlib.import_module(name)
     except Exception as error:  # a package that does not fit its torch fails in many ways

@@ -32,7 +32,7 @@ def claim(folder: Path, run: Mapping[str, Any], *results: str) -> None:
       results: patterns of what the run goes on from.
 
     Raises:
-      ModelError: the folder is of another run, or has results of nobody knows which.
+      ModelError: the folder belongs to another run, or has results of an unknown run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / RUN

@@ -6,7 +6,7 @@
 A Llama-shaped decoder over bytes, with as many KV heads as query heads, is trained from scratch.
 Its heads are then pooled into fewer, in each way, and each new model is trained on at a constant
 rate; its loss on held-out text is taken after a share of the steps that the first training took.
-Beside them stands the first model, trained on as long. Everything is repeated for each seed.
+For comparison the first model is trained for as long again. Everything is repeated for each seed.
 
 Rows go to rows.jsonl as they are made: a run that was stopped goes on by the same command, and a
 study grows by one with further seeds or ways. Another text or size in the same --out is refused. At
@@ -51,8 +51,8 @@ class Size:
     """How large a study is.
 
     Attributes:
-      layers, width, heads: of the model; K = H, and F is 8/3 of the width.
-      steps, batch, length: of its training.
+      layers, width, heads: those of the model; K = H, and F is 8/3 of the width.
+      steps, batch, length: those of its training.
       lr: learning rate.
       held_out: bytes of text that losses are taken on.
     """

@@ -8,21 +8,21 @@
 A row is a model, a format, a method and a budget; all combinations of what is named are measured:
 
     text    a context of --context tokens is computed, tokens are dropped from it, and the --tokens
-            behind it are scored: perplexity, bits a byte, and beside the full float32 cache of the
-            first model KL (mean, p99) and how often the likeliest token is the same
-    tasks   synthetic questions about a context that lost tokens before the question came, by length
-            and depth (jaxkv.eval.ruler); greedy answers
-    cost    bytes of all pages behind the context, tokens that fit in 1 GiB, and what a decode step
-            takes: at two lengths, so with a slope a cached token
+            after it are scored: perplexity, bits per byte and, compared with the full float32 cache
+            of the first model, KL (mean, p99) and how often the likeliest token is the same
+    tasks   synthetic questions about a context from which tokens were dropped before the question,
+            by length and depth (jaxkv.eval.ruler); greedy answers
+    cost    bytes of all pages after the context, tokens that fit in 1 GiB, and the time of a decode
+            step at two lengths, which gives a slope per cached token
 
---heads takes numbers of KV heads (pooled by their mean, not trained) and models, as `uptrain`
-writes them. A budget is what is kept, as everywhere; `ratio` in the results is what is removed.
+--heads takes numbers of KV heads (pooled by their mean, not trained) and models that `uptrain`
+wrote. A budget is the part that is kept; `ratio` in the results is the part that is removed.
 
-Results of a row go to a folder of its own as it is done, laid out as kvpress does it (config.yaml,
-predictions.csv, metrics.json): a run that was stopped goes on by the same command, and a study
-grows by one with further rows. Another model, text or size in the same --out is refused. Behind the
-last row come results.csv and .json, and, with the extra `plot`, plots and report.html, of the rows
-that were asked for.
+The results of a row go to its own folder when it is done, in kvpress's layout (config.yaml,
+predictions.csv, metrics.json). The same command continues a run that was stopped, and a command
+with more rows extends the study. Another model, text or size in the same --out is refused. After
+the last row, results.csv and results.json are written and, with the extra `plot`, plots and
+report.html, for the rows that were asked for.
 """
 
 import math
@@ -74,7 +74,7 @@ class Setup:
     Attributes:
       heads: number of KV heads, or a model, as it was asked for.
       kv_format, method: names; `none` drops no tokens.
-      budget: of the method; None without one.
+      budget: budget of the method; None without one.
       heads_sha256: of what `heads` names and its contents; empty where it is a number.
     """
 
@@ -281,7 +281,7 @@ def main(argv: list[str]) -> int:
     whole = tokenizer.encode(text)
     tokens = whole[options.skip :][: options.context + options.tokens]
     if len(tokens) < options.context + options.tokens:
-        raise ModelError(f"{options.text}: has too few tokens behind --skip {options.skip}")
+        raise ModelError(f"{options.text}: has too few tokens after --skip {options.skip}")
     models = models_of(options, loaded)
     most = min(model.max_positions for model in models.values())
     check(options, models, most)
@@ -336,7 +336,7 @@ class Study:
         run: dict[str, Any],
         command: str,
     ):
-        """Takes a text of a context and the tokens behind it, the questions of the tasks, the row
+        """Takes a text of a context and the tokens after it, the questions of the tasks, the row
         of the full cache, and what all results are a function of."""
         self.options, self.loaded, self.tokens, self.command = options, loaded, tokens, command
         self._models, self._asked, self._first, self._run = models, asked, first, run

@@ -19,9 +19,9 @@ class Question:
     Attributes:
       sample: the task's.
       length: most tokens of the context.
-      seed: of the sample.
+      seed: seed of the sample.
       context: tokens that may lose some.
-      question: the tokens behind them.
+      question: the tokens after them.
     """
 
     sample: Sample

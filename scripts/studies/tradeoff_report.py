@@ -187,7 +187,7 @@ def render(results: Sequence[Mapping[str, Any]], command: str, plots: Sequence[P
     )
     words = (
         "Rows that no other one beats in both bytes and KL are marked. KL is KL(full || row) of "
-        "the next-token distributions behind the context, in nats; tasks are per cent right ± "
+        "the next-token distributions after the context, in nats; tasks are per cent right ± "
         "standard error."
     )
     return (

@@ -1,7 +1,4 @@
-"""Plots that the mains of experiments share. Not a command.
-
-matplotlib comes with the extra `plot`; where it is absent, experiments leave their tables alone.
-"""
+"""Line plots of experiments. matplotlib comes with the extra `plot`; without it no plot is made."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -30,8 +27,8 @@ def save_lines(
     Args:
       path: without a suffix.
       lines: points by name.
-      labels: of x and y.
-      title: of the plot.
+      labels: labels of x and y.
+      title: title of the plot.
       levels: further values of y, by name, drawn across.
       joined: points of a line are joined.
       log_y: the y axis is logarithmic.
