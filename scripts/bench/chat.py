@@ -1,14 +1,14 @@
-"""Time conversations that go on, with the prefix index and without it.
+"""Time conversations of several turns, with the prefix index and without it.
 
   python scripts bench chat
   python scripts bench chat --one-by-one --json
   python scripts bench chat --conversations 4 --system 2048 --page-size 64
 
-Several conversations share a system prompt; in each turn a conversation gets user tokens, random
-ones, and generates an answer of a fixed length, greedily. All conversations of a turn are served in
-one batch, or one request after another. Every prompt is the whole conversation so far: what the
-index does not have of it is computed again. Time to first token is counted from the moment at
-which a request is submitted; the table shows medians of a turn.
+Several conversations share a system prompt. In each turn a conversation gets random user tokens
+and generates an answer of a fixed length, greedily. All conversations of a turn are served in
+one batch, or one request after another. Every prompt is the whole conversation so far: the part
+that the index does not have is computed again. Time to first token is counted from the moment at
+which a request is submitted; the table shows the median of each turn.
 
 If `llama-cpp-python` is installed and the model is a GGUF file, llama.cpp runs on the same weights
 in float32, with its prompt cache and without. It serves one request after another.
@@ -42,9 +42,9 @@ class Workload:
     """The conversations.
 
     Attributes:
-      conversations, turns: how many, and how many turns each has.
-      system, user, new: tokens of the prompt that all share, of a user's turn and of an answer.
-      one_by_one: serve a request when the one before it has ended, not all of a turn together.
+      conversations, turns: number of conversations, and of turns in each.
+      system, user, new: tokens of the shared prompt, of a user's turn and of an answer.
+      one_by_one: serve one request after another, not all of a turn together.
     """
 
     conversations: int = 8
@@ -56,13 +56,13 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of a conversation at its end."""
+        """Number of tokens of a conversation at its end."""
         return self.system + self.turns * (self.user + self.new)
 
     def texts(self, vocab_size: int, seed: int) -> tuple[list[int], list[list[list[int]]]]:
-        """The system prompt, and what the user says: `[turns, conversations, user]` token ids."""
+        """Returns the system prompt and the users' `[turns, conversations, user]` token ids."""
         rng = np.random.default_rng(seed)
-        low, high = vocab_size // 4, vocab_size // 2  # clear of control tokens and of padding
+        low, high = vocab_size // 4, vocab_size // 2  # avoids control tokens and padding
         shape = (self.turns, self.conversations, self.user)
         return rng.integers(low, high, self.system).tolist(), rng.integers(
             low, high, shape
@@ -71,15 +71,15 @@ class Workload:
 
 @dataclass
 class Figures:
-    """What one system did in one round.
+    """Results of one system in one round.
 
     Attributes:
-      seconds: in all.
+      seconds: total time.
       prefilled_tokens: prompt tokens that were computed.
       generated_tokens: tokens of answers.
       hit_rate: share of the prompts' tokens that were not computed.
-      first_token_seconds: median of each turn.
-      host_us_per_decode_step: median; None where it is not known.
+      first_token_seconds: median time to first token in each turn.
+      host_us_per_decode_step: median host time in microseconds; None if unknown.
       tokens: all answers, not reported.
     """
 
@@ -95,7 +95,7 @@ class Figures:
 def converse(
     server: Server, workload: Workload, vocab_size: int, seed: int, served: Callable[[int], object]
 ) -> Figures:
-    """Runs the conversations, from an empty cache; `served` is told of requests that ended."""
+    """Runs the conversations from an empty cache; `served` gets the number of ended requests."""
     system, questions = workload.texts(vocab_size, seed)
     talks = [list(system) for _ in range(workload.conversations)]
     figures, prompt_tokens, cached_tokens = Figures(), 0, 0
@@ -145,15 +145,15 @@ def parse(argv: list[str]) -> BenchOptions:
     parser = console.Parser("python scripts bench chat", __doc__)
     add = parser.add_argument
     add("--conversations", type=int, default=8, metavar="C", help="(default: %(default)s)")
-    add("--turns", type=int, default=5, metavar="N", help="of each (default: %(default)s)")
-    add("--system", type=int, default=512, metavar="N", help="tokens that all share (default: 512)")
-    add("--user", type=int, default=48, metavar="N", help="tokens a user's turn (default: 48)")
-    add("--new", type=int, default=32, metavar="N", help="tokens an answer (default: 32)")
+    add("--turns", type=int, default=5, metavar="N", help="turns of each (default: %(default)s)")
+    add("--system", type=int, default=512, metavar="N", help="shared tokens (default: 512)")
+    add("--user", type=int, default=48, metavar="N", help="tokens per user's turn (default: 48)")
+    add("--new", type=int, default=32, metavar="N", help="tokens per answer (default: 32)")
     add("--one-by-one", action="store_true", help="one request after another, not a turn at once")
     console.add_model_arguments(parser)
-    add("--page-size", type=int, default=16, metavar="P", help="tokens a page (default: 16)")
+    add("--page-size", type=int, default=16, metavar="P", help="tokens per page (default: 16)")
     add("--rounds", type=int, default=1, metavar="N", help="timed rounds (default: %(default)s)")
-    add("--no-peers", action="store_true", help="only jaxkv")
+    add("--no-peers", action="store_true", help="time jaxkv only")
     add("--json", action="store_true", help="one JSON object on standard output")
     options = parser.read(BenchOptions, argv)
     sizes = ("conversations", "turns", "system", "user", "new")
@@ -195,7 +195,7 @@ def main(argv: list[str]) -> int:
 
 
 def engine_config(workload: Workload, page_size: int) -> EngineConfig:
-    """Room for all conversations at their ends, none of whose pages need be shared."""
+    """Returns a configuration with room for all whole conversations, even without sharing."""
     length = round_up(workload.longest, page_size)
     return EngineConfig(
         max_sequences=1 if workload.one_by_one else workload.conversations,
@@ -205,7 +205,7 @@ def engine_config(workload: Workload, page_size: int) -> EngineConfig:
 
 
 def peers(source: Path, folder: Path, workload: Workload) -> dict[str, Server]:
-    """llama.cpp with and without its prompt cache, where it can run."""
+    """Returns llama.cpp with and without its prompt cache, if it can run."""
     if source.suffix != ".gguf" or importlib.util.find_spec("llama_cpp") is None:
         return {}
     path = folder / "float32.gguf"
@@ -220,7 +220,7 @@ def peers(source: Path, folder: Path, workload: Workload) -> dict[str, Server]:
 def run_rounds(
     servers: Mapping[str, Server], workload: Workload, vocab_size: int, num_rounds: int
 ) -> list[dict[str, Figures]]:
-    """Runs every system in turn, round after round; each round has texts of its own."""
+    """Runs every system in turn, round after round; each round has other texts."""
     rounds = []
     total = len(servers) * num_rounds * workload.turns * workload.conversations
     with console.progress(total, unit="request", description="timing") as bar:
@@ -235,7 +235,7 @@ def run_rounds(
 
 
 def summary(workload: Workload, rounds: list[dict[str, Figures]]) -> dict[str, Any]:
-    """Medians over the rounds, what the index saves, and whether it changed an answer."""
+    """Returns medians over the rounds, what the index saves, and the number of equal answers."""
     systems = {name: _medians([figures[name] for figures in rounds]) for name in rounds[0]}
     with_index, without = systems[WITH], systems[WITHOUT]
     equal = sum(
@@ -268,11 +268,11 @@ def _medians(rounds: list[Figures]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """A summary as Markdown, and what follows from it."""
+    """Returns a summary as Markdown, and one line that compares with and without the index."""
     turns = report["workload"]["turns"]
     lines = [
         "| | total s | prefilled | generated | hit rate | first token, turn 1, s "
-        f"| turn {turns}, s | host us a decode step |",
+        f"| turn {turns}, s | host us per decode step |",
         "|---" * 8 + "|",
     ]
     for name, row in report["systems"].items():

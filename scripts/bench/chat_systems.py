@@ -1,7 +1,7 @@
 """Systems that serve conversations turn by turn and are timed: jaxkv's engine, and llama.cpp.
 
-Each serves prompts that are whole conversations so far, and may have cached their beginnings. The
-conversations themselves are made in `scripts/bench/chat.py`.
+Each prompt is a whole conversation so far, and a system may have cached its beginning. The
+conversations are made in `scripts/bench/chat.py`.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from scripts.bench.peers import LlamaCpp
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a prompt: tokens, seconds to the first, and prompt tokens not computed."""
+    """The answer to a prompt: tokens, seconds to the first, and prompt tokens not computed."""
 
     tokens: list[int]
     first_token_seconds: float
@@ -70,7 +70,7 @@ class JaxkvServer:
 
     @property
     def num_shapes(self) -> int:
-        """Shapes of steps that were run so far; each is compiled once."""
+        """Number of step shapes run so far; each is compiled once."""
         return self._engine.metrics.step_shapes
 
     def forget(self) -> None:
@@ -81,8 +81,8 @@ class JaxkvServer:
 class LlamaServer(LlamaCpp):
     """llama.cpp, greedy, one request after another; a conversation is a sequence of its cache.
 
-    With `reuse`, a conversation goes on from its own K and V, and a new one from the longest prefix
-    that it shares with another. What is computed in other batches has other rounding there, so that
+    With `reuse`, a conversation continues from its own K and V, and a new one from the longest
+    prefix that it shares with another. llama.cpp rounds differently in different batches, so
     answers may differ from those without reuse.
     """
 
@@ -90,10 +90,10 @@ class LlamaServer(LlamaCpp):
         """Loads a model.
 
         Args:
-          gguf_path: its file.
-          conversations: how many there may be.
-          longest: tokens of each at its end.
-          reuse: keep what was computed; False forgets it before each request.
+          gguf_path: path of the GGUF file.
+          conversations: largest number of conversations.
+          longest: largest number of tokens of a conversation.
+          reuse: whether to keep K and V between requests.
         """
         super().__init__(gguf_path, os.cpu_count() or 1)
         self.host_seconds: list[float] = []
@@ -131,7 +131,7 @@ class LlamaServer(LlamaCpp):
         return Answer(answer, first_token_seconds, cached)
 
     def _take_sequence(self, prompt: list[int]) -> tuple[int, int]:
-        """The sequence for a prompt, and how many of its tokens are in there."""
+        """Returns the sequence for a prompt, and how many of its tokens are cached there."""
         lib, memory = self._lib, self._memory
         if not self._reuse:
             lib.llama_memory_clear(memory, True)

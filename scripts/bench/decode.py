@@ -5,8 +5,8 @@
   python scripts bench decode --only decode --plot decode.svg
 
 Every system runs each workload in turn, round after round, on the same weights in float32; the
-table shows medians in tokens a second. Peers are llama.cpp (`pip install llama-cpp-python`) and
-transformers with torch, where they can be imported.
+table shows medians in tokens per second. Peers are llama.cpp (`pip install llama-cpp-python`) and
+transformers with torch, if they can be imported.
 """
 
 import json
@@ -39,8 +39,8 @@ class Workload:
     """What is timed: a prompt of `context` tokens, or decode steps of `batch` such sequences.
 
     Attributes:
-      name: column of the table.
-      batch: sequences that decode; 0 times the prompt itself.
+      name: title of its column in the table.
+      batch: number of sequences that decode; if 0, the prompt is timed.
       context: tokens of each prompt.
     """
 
@@ -49,7 +49,7 @@ class Workload:
     context: int
 
     def tokens_per_second(self, system: System, num_steps: int, seed: int) -> float:
-        """Runs once; decode takes the median step."""
+        """Runs once; decode uses the median step."""
         rng = np.random.default_rng(seed)
         prompts = rng.integers(100, 20_000, (max(self.batch, 1), self.context)).tolist()
         if self.batch == 0:
@@ -81,7 +81,7 @@ class DecodeBenchOptions:
 
     @property
     def workloads(self) -> list[Workload]:
-        """The workloads that were asked for."""
+        """The workloads that --only selects."""
         return [workload for workload in WORKLOADS if self.only in workload.name]
 
 
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(loaded: LoadedModel, options: DecodeBenchOptions) -> tuple[Medians, dict[str, int]]:
-    """Median tokens per second by system and workload, and jaxkv's peak RSS after each, MiB."""
+    """Returns median tokens per second by system and workload, and jaxkv's peak RSS in MiB."""
     workloads = options.workloads
     rates: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def measure(loaded: LoadedModel, options: DecodeBenchOptions) -> tuple[Medians, 
 
 
 def drawn(medians: Medians) -> "Figure":
-    """Milliseconds per token of each system: the decode workloads, whose batch shares a step."""
+    """Draws milliseconds per token of each system, for the decode workloads."""
     names = [name for name in medians[Jaxkv.name] if name.startswith("decode")]
     figure, axes = plots.new_figure(0.9 + 0.25 * len(names) * (1 + len(medians)))
     height = 0.8 / len(medians)
@@ -168,7 +168,7 @@ def drawn(medians: Medians) -> "Figure":
 
 
 def _warm_up(systems: list[System], workloads: list[Workload]) -> dict[str, int]:
-    """Runs each workload once, compiling what it needs; returns the peak RSS after each, MiB."""
+    """Runs each workload once, so that all is compiled; returns the peak RSS after each, MiB."""
     peaks = {}
     for workload in workloads:
         for system in systems:
@@ -178,7 +178,7 @@ def _warm_up(systems: list[System], workloads: list[Workload]) -> dict[str, int]
 
 
 def _table(medians: Medians, own_peak: dict[str, int]) -> str:
-    """The medians as Markdown, with each peer's ratio."""
+    """Returns the medians as Markdown, with the ratio to each peer."""
     names = list(medians[Jaxkv.name])
     lines = ["| tokens/s | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for system, row in medians.items():

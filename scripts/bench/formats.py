@@ -6,9 +6,8 @@
 
 One sequence of --tokens tokens, --skip tokens into the text, is computed in chunks through a paged
 cache of each format and one of float32. KL is KL(full || format) of the next-token distributions
-in nats, top-1 the share of them with the same likeliest token; bytes are of all pages that the
-sequence holds when it has --at tokens, parameters, tails and exact tokens included, against
-bfloat16.
+in nats, and top-1 the share of them with the same likeliest token. The bytes are those of all pages
+of a sequence of --at tokens, with parameters, tails and exact tokens, compared with bfloat16.
 """
 
 import json
@@ -51,21 +50,41 @@ def parse(argv: list[str]) -> FormatsBenchOptions:
     add = parser.add_argument
     add("--text", type=Path, required=True, metavar="PATH", help="UTF-8 text")
     add(
-        "--formats", default=FORMATS, metavar="F", help="spaces between them (default: %(default)s)"
+        "--formats",
+        default=FORMATS,
+        metavar="F",
+        help="formats, separated by spaces (default: %(default)s)",
     )
-    add("--kv-ranges", type=Path, metavar="PATH", help="of `calibrate`, for static formats")
-    add("--page-size", type=int, metavar="P", help="(default: 16, with kivi formats 32)")
-    add("--skip", type=int, default=2_000, metavar="N", help="(default: %(default)s)")
-    add("--tokens", type=int, default=1_024, metavar="N", help="(default: %(default)s)")
-    add("--chunk", type=int, default=256, metavar="T", help="(default: %(default)s)")
-    add("--at", type=int, default=4_096, metavar="N", help="(default: %(default)s)")
-    add("--json", action="store_true", help="one JSON object a format, a line each")
+    add("--kv-ranges", type=Path, metavar="PATH", help="file of `calibrate`, for static formats")
+    add(
+        "--page-size",
+        type=int,
+        metavar="P",
+        help="tokens per page (default: 16, with kivi formats 32)",
+    )
+    add(
+        "--skip", type=int, default=2_000, metavar="N", help="tokens to skip (default: %(default)s)"
+    )
+    add(
+        "--tokens",
+        type=int,
+        default=1_024,
+        metavar="N",
+        help="tokens scored (default: %(default)s)",
+    )
+    add(
+        "--chunk", type=int, default=256, metavar="T", help="tokens per step (default: %(default)s)"
+    )
+    add(
+        "--at", type=int, default=4_096, metavar="N", help="tokens for bytes (default: %(default)s)"
+    )
+    add("--json", action="store_true", help="one JSON object per format, one per line")
     options = parser.read(FormatsBenchOptions, argv)
     parser.require_at_least(options, skip=0, tokens=2, chunk=1, at=1)
     if options.page_size is not None and options.page_size not in PAGE_SIZES:
         parser.error(f"--page-size must be {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
     if not options.formats.split():
-        parser.error("--formats has none")
+        parser.error("--formats names no format")
     return options
 
 
@@ -94,10 +113,10 @@ def main(argv: list[str]) -> int:
 def run(
     model: FlaxDecodeModel, tokens: list[int], options: FormatsBenchOptions
 ) -> list[dict[str, Any]]:
-    """A row for each format, the full cache first; formats of one page size share its runs.
+    """Returns a row per format, the full cache first; formats of one page size share runs.
 
     Raises:
-      ValueError: a format, page size or layer that is none, or ranges that are missing.
+      ValueError: a format, page size or layer is invalid, or ranges are missing.
     """
     names, ranges = options.formats.split(), read_ranges(options.kv_ranges)
     sizes = {name: options.page_size or preferred_page_size(name) for name in names}
@@ -131,7 +150,7 @@ def run(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as people read them."""
+    """Returns the rows as a Markdown table."""
     lines = [
         "| format | page | perplexity | of full | KL mean | KL p99 | top-1 | bytes of bf16 |",
         "|---|---|---|---|---|---|---|---|",

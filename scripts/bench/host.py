@@ -5,19 +5,19 @@
   python scripts bench host --workload W5 --leaves 200000
   python scripts bench host --workload W4 --trace conversation_trace.jsonl
 
-Each request goes through prep (its tokens are packed), match, alloc (evicting where it must),
+Each request goes through prep (its tokens are packed), match, alloc (with evictions if needed),
 insert, extend by its answer, and finish. Costs are CPU time of the thread, per request.
 
-  W1      2,000 conversations of 5 turns in turn, 8 system prompts; only these fit
-  W1g     the same, 100 conversations at a time: they fit
+  W1      2,000 conversations of 5 turns, served turn by turn; only the 8 system prompts fit
+  W1g     the same with 100 conversations at a time, which fit
   W2      2,000 questions about 50 documents of 8,000 tokens, of which half fit
-  W2f     the same, and all documents fit
+  W2f     the same with room for all documents
   W3      5,000 prompts that share nothing
   W4      a trace of hashed blocks; --trace names another than the first 1,500 requests of
           Mooncake's conversations, tests/data/conversation_trace.jsonl
   W5      one allocation that evicts, from a full pool of --leaves cached sequences
   W6      the tables of one decode step of 64 sequences
-  step    all of such a step in the engine but the jitted call; wall time
+  step    such a step in the engine without the jitted call; wall time
   growth  one match, among 1,000, 10,000 and 100,000 cached conversations
 """
 
@@ -62,17 +62,23 @@ def parse(argv: list[str]) -> HostBenchOptions:
     parser = console.Parser("python scripts bench host", __doc__)
     add = parser.add_argument
     add("--workload", choices=(*WORKLOADS, "all"), default="all", help="default: %(default)s")
-    add("--page", type=int, default=16, metavar="P", help="tokens a page (default: %(default)s)")
-    add("--leaves", type=int, default=20_000, metavar="N", help="of W5 (default: %(default)s)")
-    add("--trace", type=Path, metavar="PATH", default=TRACE, help="JSON lines, for W4")
-    add("--json", action="store_true", help="one JSON object a workload, a line each")
+    add("--page", type=int, default=16, metavar="P", help="tokens per page (default: %(default)s)")
+    add(
+        "--leaves",
+        type=int,
+        default=20_000,
+        metavar="N",
+        help="leaves of W5 (default: %(default)s)",
+    )
+    add("--trace", type=Path, metavar="PATH", default=TRACE, help="trace of W4, JSON lines")
+    add("--json", action="store_true", help="one JSON object per workload, one per line")
     options = parser.read(HostBenchOptions, argv)
     parser.require_at_least(options, page=1, leaves=1)
     return options
 
 
 def main(argv: list[str]) -> int:
-    """Runs workloads and prints what they cost."""
+    """Runs workloads and prints their costs."""
     options = parse(argv)
     for name in WORKLOADS if options.workload == "all" else [options.workload]:
         result = {"system": "jaxkv", "page": options.page, "workload": name}
@@ -96,7 +102,7 @@ def measure(name: str, options: HostBenchOptions) -> Result:
 
 
 class Request:
-    """A request under way."""
+    """A request in flight."""
 
     def __init__(self, prompt: list[int]):
         self.tokens = pack(prompt)
@@ -105,10 +111,10 @@ class Request:
 
 
 class Host:
-    """Pool, index and tables, and the operations that workloads are made of.
+    """Pool, index and tables, and the operations of the workloads.
 
     Attributes:
-      evict_seconds, num_evicts: wall time in evictions, and how many there were.
+      evict_seconds, num_evicts: wall time of evictions, and their number.
     """
 
     namespace = Namespace()
@@ -140,36 +146,36 @@ class Host:
         self.index.evict = timed
 
     def match(self, request: Request) -> int:
-        """Opens a row with what is cached; returns how many tokens are."""
+        """Opens a row with the cached tokens; returns their number."""
         request.row = self.tables.open()
         return self.tables.match(request.row, request.tokens[:-4], self.namespace)[0]
 
     def alloc(self, request: Request) -> None:
-        """Takes pages for the prompt."""
+        """Allocates pages for the prompt."""
         self.tables.grow(request.row, request.num_tokens)
 
     def insert(self, request: Request) -> None:
-        """Makes the prompt's whole pages known."""
+        """Adds the prompt's whole pages to the index."""
         whole = request.num_tokens // self.page_size * self.page_size
         self.tables.publish(request.row, request.tokens[: 4 * whole], self.namespace)
 
     def extend(self, request: Request, answer: list[int]) -> None:
-        """Takes an answer and pages for it, but for its last token, which no step computes."""
+        """Appends an answer and allocates its pages; no step computes its last token."""
         request.tokens += pack(answer)
         request.num_tokens += len(answer)
         self.tables.grow(request.row, request.num_tokens - 1)
 
     def finish(self, request: Request) -> None:
-        """Makes all that is computed known, and closes the row."""
+        """Adds all computed tokens to the index, and closes the row."""
         self.tables.publish(request.row, request.tokens[:-4], self.namespace)
         self.tables.close(request.row)
 
 
 def serve(name: str, incoming: Requests, capacity: int, page_size: int) -> Result:
-    """One request after the other: what each operation costs, and how much of prompts is hit."""
+    """Runs one request after another; returns the cost of each operation and the hit rate."""
     requests = list(_shown(incoming, None, f"{name}: making requests"))
     gc.collect()
-    gc.freeze()  # the requests: collecting them over and over is not what is timed
+    gc.freeze()  # excludes the requests from garbage collection, which is not to be timed
     rss = _rss_mb()
     host, clock = Host(capacity, page_size), Clock()
     host.time_evictions()
@@ -215,7 +221,7 @@ def serve(name: str, incoming: Requests, capacity: int, page_size: int) -> Resul
 
 
 class Clock:
-    """Seconds in each operation: of the thread, on the wall, and the longest call."""
+    """Seconds in each operation: CPU time, wall time, and the longest call."""
 
     def __init__(self) -> None:
         self.cpu: dict[str, float] = dict.fromkeys(OPS, 0.0)
@@ -233,7 +239,7 @@ class Clock:
 
 
 def eviction(page_size: int, num_leaves: int) -> Result:
-    """A pool full of sequences of 64 tokens; then 300 more, timing the taking of their pages."""
+    """Fills a pool with sequences of 64 tokens, then times the allocation for 300 more."""
     rng = random.Random(5)
     host = Host(num_leaves * 64, page_size)
 
@@ -260,7 +266,7 @@ def eviction(page_size: int, num_leaves: int) -> Result:
 
 
 def decoding(page_size: int) -> Result:
-    """64 sequences of 1,024 tokens, each one token longer after each of 128 steps."""
+    """Times the tables of 64 sequences of 1,024 tokens that grow by a token in 128 steps."""
     rng = random.Random(6)
     batch, num_steps = 64, 128
     host = Host(200_000, page_size)
@@ -288,8 +294,8 @@ def decoding(page_size: int) -> Result:
 
 
 def engine_step(page_size: int) -> Result:
-    """Decode steps of 64 sequences through an engine."""
-    from scripts.bench.host_step import step_seconds  # jax: not for --help
+    """Times decode steps of 64 sequences through an engine."""
+    from scripts.bench.host_step import step_seconds  # imports jax, which --help does not need
 
     batch = 64
     seconds = step_seconds(page_size, batch)
@@ -297,7 +303,7 @@ def engine_step(page_size: int) -> Result:
 
 
 def growth(page_size: int) -> Result:
-    """Matches of 1,032 tokens, 1,024 of them cached, while ever more conversations are cached."""
+    """Times matches of 1,032 tokens, 1,024 of them cached, in an index that grows."""
     rng = np.random.default_rng(7)
     sizes, per_size, host = (1_000, 10_000, 100_000), 300, Host(100_000 * 128, page_size)
     system = rng.integers(0, VOCAB, 896).tolist()
@@ -339,7 +345,7 @@ def _spread(seconds: list[float], median: str, p95: str, longest: str) -> dict[s
 
 
 def _shown[T](items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
-    """The items, under a progress bar on a terminal."""
+    """Yields the items, with a progress bar on a terminal."""
     return iter(tqdm(items, total=total, desc=description, disable=None, leave=False))
 
 

@@ -1,4 +1,4 @@
-"""The host side of an engine's decode step, around a model that computes next to nothing."""
+"""The host side of an engine's decode step, around a model that computes almost nothing."""
 
 import random
 from typing import Any
@@ -16,7 +16,7 @@ WARM_UP, MEASURED = 20, 120  # steps
 
 
 class IdleModel:
-    """A hidden state is the token's embedding, and the likeliest token is not that one."""
+    """A model whose hidden state is the token's embedding, and whose likeliest token is another."""
 
     params = None
     layers = (LayerSpec(kv_heads=1, head_dim=8),)
@@ -32,11 +32,11 @@ class IdleModel:
     def queries(
         self, params: Any, cache: KVCache, step: StepInputs, backend: AttentionBackend
     ) -> tuple[LayerQueries, ...]:
-        """See `DecodeModel`; no method asks for queries here."""
+        """See `DecodeModel`; no compression method needs queries here."""
         return ()
 
     def turn(self, layer: int, x: jax.Array, by: jax.Array) -> jax.Array:
-        """No rotation."""
+        """Returns `x` unchanged: this model has no rotation."""
         return x
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ class IdleModel:
 
 
 def step_seconds(page_size: int, batch: int) -> list[float]:
-    """What steps of `batch` sequences of 600 to 1,000 tokens take besides the jitted call."""
+    """Times steps of `batch` sequences of 600 to 1,000 tokens without the jitted call."""
     rng = random.Random(8)
     config = EngineConfig(
         max_sequences=batch, token_budget=2_048, page_size=page_size, pool_tokens=batch * 1_280

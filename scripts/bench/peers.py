@@ -1,7 +1,7 @@
-"""Other engines on the same model, for benches that print them in the same run.
+"""Other engines on the same model, for benches that time them in the same run.
 
-Each system has `prefill` and `decode`, timed alike; a peer that is not installed is left out. Not
-a command.
+Each system has `prefill` and `decode`, timed in the same way; a peer that is not installed is left
+out. This module is not a command.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from jaxkv.models.decode_model import FlaxDecodeModel
 
 
 class System(Protocol):
-    """An engine under the clock; seconds of wall time throughout."""
+    """An engine that is timed, in seconds of wall time."""
 
     name: str
 
@@ -51,7 +51,7 @@ class Jaxkv:
         return time.perf_counter() - start
 
     def decode(self, prompts: list[list[int]], num_steps: int) -> list[float]:
-        # The first sequences decode on while the last prompts are still being computed.
+        # The first sequences already decode while the last prompts are computed.
         new_tokens = num_steps + len(prompts) + 1
         engine = self._engine(len(prompts), len(prompts[0]) + new_tokens)
         requests = [Request(prompt=tuple(p), max_new_tokens=new_tokens) for p in prompts]
@@ -68,7 +68,7 @@ class Jaxkv:
         return seconds
 
     def _engine(self, batch: int, length: int) -> Engine:
-        """An engine for so many sequences of up to a power of two tokens."""
+        """Returns an engine for sequences of up to a power of two tokens."""
         key = (batch, 1 << (length - 1).bit_length())
         if key not in self._engines:
             config = EngineConfig(
@@ -86,7 +86,9 @@ class LlamaCpp:
     def __init__(self, gguf_path: Path, num_threads: int):
         self._lib: Any = importlib.import_module("llama_cpp")
         lib = self._lib
-        self._quiet = lib.llama_log_callback(lambda *_: None)  # kept: C holds a pointer
+        self._quiet = lib.llama_log_callback(
+            lambda *_: None
+        )  # kept alive, because C holds a pointer to it
         lib.llama_backend_init()
         lib.llama_log_set(self._quiet, ctypes.c_void_p(0))
         params = lib.llama_model_default_params()
@@ -123,7 +125,7 @@ class LlamaCpp:
             lib.llama_free(context)
 
     def _decode_batch(self, context: Any, items: list[tuple[int, int, int]]) -> float:
-        """Runs one batch of (token, position, sequence), with logits of each sequence's last."""
+        """Runs a batch of (token, position, sequence), with logits for each sequence's last."""
         lib = self._lib
         batch = lib.llama_batch_init(len(items), 0, 1)
         batch.n_tokens = len(items)
@@ -176,7 +178,7 @@ class Transformers:
 
 
 def installed_peers(gguf_path: Path, num_threads: int) -> list[System]:
-    """The peers that can be imported here, loaded with the weights of a GGUF file."""
+    """Returns the peers that can be imported, loaded with the weights of a GGUF file."""
     makers: dict[str, Callable[[Path, int], System]] = {
         "llama_cpp": LlamaCpp,
         "transformers": Transformers,

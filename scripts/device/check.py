@@ -36,19 +36,19 @@ from jaxkv.cli import console
 
 COMMAND = (sys.executable, "-m", "scripts.device.worker")
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = {"correct": 60.0, "copy": 60.0, "decode": 60.0, "model": 120.0}  # of an answer, at most
-SIMULATED = 10  # times as many
+SECONDS = {"correct": 60.0, "copy": 60.0, "decode": 60.0, "model": 120.0}  # limit for one answer
+SIMULATED = 10  # factor on SECONDS without a GPU
 START_SECONDS = 120.0
-MODEL_MINUTES = 1.5  # that are left for the model's steps
+MODEL_MINUTES = 1.5  # reserved for the model's steps
 Found = dict[str, Any]  # the cells of a row
 
 
 class Lost(Exception):
-    """The process that touches the device does not answer any more: why."""
+    """The process that uses the device has stopped answering; the message says why."""
 
 
 class Worker:
-    """The process that touches the device; see `worker`."""
+    """The process that uses the device; see `scripts/device/worker.py`."""
 
     def __init__(self, command: Sequence[str]):
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -59,7 +59,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            start_new_session=True,  # what it starts, such as compilers, ends with it
+            start_new_session=True,  # so that its children, such as compilers, end with it
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -69,13 +69,13 @@ class Worker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
-        self._lines.put("")  # no more
+        self._lines.put("")  # the end of the output
 
     def answer(self, seconds: float) -> Found:
-        """The next line that it says, waited for so long.
+        """Returns the next line of the process, after at most `seconds`.
 
         Raises:
-          Lost: there is none; the process has been ended.
+          Lost: no line came; the process has been ended.
         """
         try:
             line = self._lines.get(timeout=max(seconds, 0))
@@ -91,14 +91,14 @@ class Worker:
         raise Lost(f"the process ended with {code}: {last}".removesuffix(": "))
 
     def ask(self, section: str, name: str, system: str, seconds: float) -> Found:
-        """The cells of a row.
+        """Returns the cells of a row.
 
         Raises:
           Lost: see `answer`.
         """
         assert self._process.stdin is not None
         question = json.dumps(dict(section=section, name=name, system=system))
-        with contextlib.suppress(OSError):  # it has ended, as `answer` will find
+        with contextlib.suppress(OSError):  # the process has ended, and `answer` will raise Lost
             print(question, file=self._process.stdin, flush=True)
         return self.answer(seconds)
 
@@ -120,7 +120,7 @@ class Report:
 
     Attributes:
       path: path of the JSON file.
-      device, versions: where this ran.
+      device, versions: the device and the package versions of the run.
     """
 
     path: Path
@@ -130,38 +130,38 @@ class Report:
     saved: bool = True
 
     def add(self, section: str, name: str, system: str, found: Found) -> None:
-        """Adds a row, tells what failed of ours, and saves all."""
+        """Adds a row, prints it if jaxkv's kernel failed, and saves all rows."""
         self.rows.append(dict(section=section, name=name, system=system, **found))
         if found.get("failed") and system == "mosaic_gpu":
             print(f"FAILED: {section} {name}: {found['reason']}", flush=True)
         shown = dict(device=self.device, versions=self.versions, rows=self.rows)
         try:
             self.path.write_text(json.dumps(shown, indent=1) + "\n")
-        except OSError as error:  # the table is printed still
+        except OSError as error:  # the table is still printed
             if self.saved:
                 print(f"{self.path}: {error.strerror}; rows are not saved", file=sys.stderr)
             self.saved = False
 
     @property
     def failed(self) -> bool:
-        """Something of ours did."""
+        """Whether a row of jaxkv's kernel failed."""
         return any(row.get("failed") and row["system"] == "mosaic_gpu" for row in self.rows)
 
     @property
     def copied(self) -> float | None:
-        """Bytes a second of the copy."""
+        """Bytes per second of the copy; None if it was not timed."""
         rows = (row.get("bytes_per_second") for row in self.rows if row["section"] == "copy")
         return next(rows, None)
 
 
 @dataclass
 class Run:
-    """Asks for row after row, and starts another worker where one is lost.
+    """Asks for one row after another, and starts a new worker after one is lost.
 
     Attributes:
-      report: takes the rows.
-      deadline: by `time.monotonic`.
-      command: command of a worker.
+      report: receives the rows.
+      deadline: end of the run, in seconds of `time.monotonic`.
+      command: command that starts a worker.
       real: there is a GPU.
     """
 
@@ -172,27 +172,27 @@ class Run:
     _worker: Worker | None = None
 
     def start(self, seconds: float = START_SECONDS) -> Worker:
-        """Starts a worker, which must be up in so long.
+        """Starts a worker, which must answer within `seconds`.
 
         Raises:
-          Lost: it does not come up, or without the GPU that the one before had.
+          Lost: it does not start, or it lacks the GPU that the previous worker had.
         """
         worker = Worker(self.command)
         found = worker.answer(seconds)
         if self.real and not found["real"]:
             worker.close()
-            raise Lost("JAX sees the GPU no more")
+            raise Lost("JAX no longer sees the GPU")
         self._worker, self.real = worker, found["real"]
         self.report.device, self.report.versions = found["device"], found["versions"]
         return worker
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def ask(self, section: str, name: str, system: str, reserve: float) -> None:
-        """Adds a row, where more than `reserve` seconds are left."""
+        """Adds a row; it is measured only if more than `reserve` seconds are left."""
         if self.left <= reserve:
             found: Found = dict(reason="no time was left")
         else:
@@ -229,7 +229,7 @@ def parse(argv: list[str]) -> CheckOptions:
     """Reads the command line."""
     parser = console.Parser("python scripts device check", __doc__)
     add = parser.add_argument
-    add("--minutes", type=float, default=6, help="that it may take (default: %(default)s)")
+    add("--minutes", type=float, default=6, help="time limit of the run (default: %(default)s)")
     add(
         "--json",
         type=Path,
@@ -245,10 +245,10 @@ def parse(argv: list[str]) -> CheckOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the check; returns 1 if a result of ours was wrong or missing."""
+    """Runs the check; returns 1 if a result of jaxkv's kernel was wrong or missing."""
     options = parse(argv)
     with options.json.open("a"):
-        pass  # what cannot be written is said before anything runs
+        pass  # fails before anything runs if the file cannot be written
     from scripts.device.worker import questions
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
@@ -261,7 +261,7 @@ def main(argv: list[str]) -> int:
         asked = [one for one in questions(run.real) if one[0] != "model" or not options.no_model]
         ask_all(run, asked, options.minutes)
     except Lost as error:
-        print(f"FAILED: the process that touches the device: {error}")
+        print(f"FAILED: the process that uses the device: {error}")
         return 1
     finally:
         run.close()
@@ -270,7 +270,7 @@ def main(argv: list[str]) -> int:
 
 
 def ask_all(run: Run, asked: Iterable[tuple[str, str, str]], minutes: float) -> None:
-    """Asks for rows: half of the time is the tables', and some of it the model's."""
+    """Asks for all rows; half of the time is kept for timing, part of it for the model."""
     asked = list(asked)
     has_model = any(section == "model" for section, *_ in asked)
     for_model = 60 * min(MODEL_MINUTES, minutes / 4) if has_model else 0.0
@@ -283,7 +283,7 @@ def ask_all(run: Run, asked: Iterable[tuple[str, str, str]], minutes: float) -> 
 
 
 def table(report: Report) -> str:
-    """All rows as Markdown, under what they were found on."""
+    """Returns all rows as Markdown, after a line with the date, device and versions."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines = [
         f"{time.strftime('%Y-%m-%d')}, {report.device}, {versions}",

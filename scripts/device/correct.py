@@ -1,7 +1,7 @@
 """How `device check` tests the GPU kernels: each named shape, and some properties.
 
 Attention is compared with the `reference` backend on lengths around every edge, over pages whose
-unused slots are NaN and tables whose unused entries name no page. This is no command.
+unused slots are NaN and tables whose unused entries name no page. This module is not a command.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from pallas_kernels.targets.cases import Shape
 from scripts.device.peers import Input, Unavailable
 
 TOLERANCE = 2e-2
-LONGEST = 1500  # tokens of a sequence: the reference takes all of a table at once
-GARBAGE = -7  # in entries of a table that no query needs
+LONGEST = 1500  # tokens per sequence: the reference gathers a whole table at once
+GARBAGE = -7  # table entries that no query needs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A ragged step: `given.q` are the queries of all sequences, `q_lens` of each."""
+    """A ragged step: `given.q` has all queries, `q_lens` their number for each sequence."""
 
     given: Input
     q_lens: Sequence[int]
 
     def attend(self, backend: str, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Out and lse as float32."""
+        """Returns out and lse as float32."""
         given, starts = self.given, jnp.asarray(np.cumsum([0, *self.q_lens]), jnp.int32)
         where = given.q, given.pages, given.table, given.kv_lens, starts
         options = dict(scale=given.scale, return_lse=True) | options
@@ -43,25 +43,25 @@ class Batch:
         return np.asarray(out, np.float32), np.asarray(lse)
 
     def error(self, **options: Any) -> float:
-        """How far the kernel is off.
+        """Returns the largest error of the kernel.
 
         Raises:
-          ValueError: too far.
+          ValueError: the error is above the tolerance.
         """
         got = self.attend("mosaic_gpu", **options)
         return furthest(got, self.attend("reference", **options))
 
 
 def furthest(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    """The largest difference of out or lse; raises as `difference` does."""
+    """Returns the largest difference of out or lse; raises as `difference` does."""
     return max(map(difference, got, want, ("out", "lse")))
 
 
 def difference(got: np.ndarray, want: np.ndarray, name: str, most: float = TOLERANCE) -> float:
-    """The largest difference.
+    """Returns the largest difference.
 
     Raises:
-      ValueError: it is above `most`, or one of two is no number and the other is.
+      ValueError: it is above `most`, or a value is NaN.
     """
     with np.errstate(invalid="ignore"):
         off = np.where(got == want, 0.0, np.abs(got - want))
@@ -77,11 +77,11 @@ def difference(got: np.ndarray, want: np.ndarray, name: str, most: float = TOLER
 
 
 def check(name: str, simulated: bool) -> float:
-    """How far the kernels are off on a named shape, or in one of EXTRAS.
+    """Returns the largest error of the kernels on a named shape, or in one of EXTRAS.
 
     Raises:
-      Unavailable: they refuse it.
-      ValueError: too far.
+      Unavailable: the kernels refuse it.
+      ValueError: the error is above the tolerance.
     """
     if name in EXTRAS:
         return EXTRAS[name](simulated)
@@ -90,11 +90,11 @@ def check(name: str, simulated: bool) -> float:
 
 
 def _batch(shape: Shape, simulated: bool) -> Batch:
-    """Lengths around the edges of pages, blocks and items, and random ones."""
+    """Returns lengths around the edges of pages, blocks and items, and random ones."""
     T, B = (12, 3) if simulated else (shape.T, shape.B)
     if shape.T == shape.B:
         T, q_lens = B, [1] * B
-    else:  # as the name has it: some sequences of one query, the others share the rest
+    else:  # as the name says: some sequences have one query, the others share the rest
         singles = 0 if shape.B < 64 else 64
         q_lens = [1] * singles + [(T - singles) // (B - singles)] * (B - singles)
     longest = 40 if simulated else LONGEST
@@ -128,7 +128,7 @@ def _options(simulated: bool) -> float:
 
 
 def _shared(simulated: bool) -> float:
-    """A prefix that ends inside a page, of sequences whose own tables have no page for it."""
+    """Tests a prefix that ends inside a page; the sequences' own tables have no page for it."""
     B, common = (3, 40) if simulated else (8, 1100)
     H, K, D, P = (4, 2, 64, 16) if simulated else (32, 8, 128, 64)
     lens = [common + 7 * b + 1 for b in range(B)]
@@ -149,7 +149,7 @@ def _shared(simulated: bool) -> float:
 
 
 def _bits(simulated: bool) -> float:
-    """Each decoded row has the same bits in a batch and by itself."""
+    """Tests that each decoded row has the same bits in a batch and by itself."""
     lens = (17, 40, 33) if simulated else (1400, 513, 64, 1, 999)
     H, K, D, P = (4, 2, 64, 16) if simulated else (32, 8, 128, 16)
     given = random_input(lens, jnp.bfloat16, H, K, D, P, poisoned=True)
@@ -165,7 +165,7 @@ def _bits(simulated: bool) -> float:
 
 
 def _write(simulated: bool) -> float:
-    """Pages are written as `xla` writes them, to the bit, those of sizes that no copy likes too."""
+    """Tests that pages have the bits that `xla` writes, also at sizes that copies do not fit."""
     for K, D, dtype in itertools.chain(
         [(3, 80, jnp.bfloat16), (1, 8, jnp.float32)], [] if simulated else [(8, 128, jnp.bfloat16)]
     ):
@@ -202,14 +202,14 @@ def random_input(
     T: int | None = None,
     poisoned: bool = False,
 ) -> Input:
-    """Random queries and pages, these in random order.
+    """Returns random queries, and random pages in random order.
 
     Args:
       lens: lengths of the B sequences.
       dtype: dtype of K and V.
       H, K, D, P: as in the README.
-      T: queries; None for B.
-      poisoned: what is not live is NaN, or no page.
+      T: number of queries; None for B.
+      poisoned: slots that are not live are NaN, and such table entries name no page.
     """
     B, M = len(lens), max(1, *(ceil_div(n, P) for n in lens))
     N = 1 + sum(ceil_div(n, P) for n in lens)
@@ -232,7 +232,7 @@ def random_input(
 def _random_pages(
     key: jax.Array, live: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> Pages | SymmetricPages:
-    """NaN where `live [N, P]` is not."""
+    """Replaces slots that are not in `live [N, P]` by NaN."""
     live = live[:, None]
     if dtype.itemsize > 1:
         kv = jax.random.normal(key, shape, jnp.bfloat16)

@@ -1,7 +1,7 @@
-"""Decode attention of others on the inputs of `device check`, each where it can be had.
+"""Decode attention of other systems on the inputs of `device check`, where installed.
 
-A peer takes an `Input` and returns a function without arguments that attends once and gives
-`[B, H, D]`; where it cannot, it raises `Unavailable` with a line. Not a command.
+A peer takes an `Input` and returns a function without arguments that attends once and returns
+`[B, H, D]`; if it cannot, it raises `Unavailable` with the reason. This module is not a command.
 """
 
 import functools
@@ -21,7 +21,7 @@ from pallas_kernels import AnyPages, Pages, ragged_paged_attention
 
 @dataclass(frozen=True)
 class Jitted:
-    """A call of a jitted function."""
+    """Returns a call of a jitted function."""
 
     function: Any
     arrays: tuple[Any, ...]
@@ -39,11 +39,11 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """A decode step: one query a sequence.
+    """A decode step: one query per sequence.
 
     Attributes:
       q: `[B, H, D]`.
-      pages: head-major.
+      pages: head-major pages.
       table: `[B, M]`.
       lens: lengths of the B sequences.
     """
@@ -55,18 +55,18 @@ class Input:
 
     @property
     def scale(self) -> float:
-        """Factor on q.k."""
+        """The factor on q.k."""
         return self.q.shape[-1] ** -0.5
 
     @property
     def kv_lens(self) -> jax.Array:
-        """`[B]`."""
+        """The lengths as a `[B]` array."""
         return jnp.asarray(self.lens, jnp.int32)
 
     def heads_apart(self, layout: str) -> tuple[jax.Array, jax.Array]:
-        """K and V of float pages, `[N, K, P, D]` with its axes in the order of `layout`."""
+        """Returns K and V of float pages, `[N, K, P, D]` with its axes in the order of `layout`."""
         if not isinstance(self.pages, Pages):
-            raise Unavailable("takes no codes with a scale a token")
+            raise Unavailable("takes no codes with a scale per token")
         kv = self.pages.kv
         order = tuple("NKPD".index(axis) for axis in layout)
         return kv[:, 0::2].transpose(order), kv[:, 1::2].transpose(order)
@@ -105,7 +105,7 @@ def jax_triton(given: Input) -> Attend:
 
 
 def cudnn(given: Input) -> Attend:
-    """cuDNN's attention over dense K and V: no pages at all."""
+    """cuDNN's attention over dense K and V, without pages."""
     k, v = (x[given.table] for x in given.heads_apart("NPKD"))  # [B, M, P, K, D]
     B, M, P, K, D = k.shape
     k, v = (x.reshape(B, M * P, K, D) for x in (k, v))
@@ -166,10 +166,10 @@ def flash_attention(given: Input) -> Attend:
 
 
 def _torch(name: str) -> tuple[Any, Any]:
-    """torch with CUDA, and one more module."""
+    """Imports torch with CUDA, and one more module."""
     try:
         torch, module = importlib.import_module("torch"), importlib.import_module(name)
-    except Exception as error:  # a package that does not fit its torch fails in many ways
+    except Exception as error:  # a package built for another torch fails in many ways
         raise Unavailable(f"not importable: {error}".splitlines()[0]) from None
     if not torch.cuda.is_available():
         raise Unavailable("torch has no CUDA")

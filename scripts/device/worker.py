@@ -1,9 +1,9 @@
-"""The process of `device check` that touches the device: it answers one question after another.
+"""The process of `device check` that uses the device: it answers one question after another.
 
 A question is a line of JSON on stdin, `{"section", "name", "system"}`; the answer is a line on
-stdout, the cells of that row, and `last` where it takes no more. The first line says what was found
-here. A kernel that hangs or kills the process costs its own answer: `device_check` starts another
-process. Not a command.
+stdout with the cells of that row, and with `last` if the process takes no more questions. The first
+line describes the device. If a kernel hangs or ends the process, only its own answer is lost:
+`device check` starts another process. This module is not a command.
 
 Without a GPU the kernel is simulated, on toy sizes, and nothing is timed.
 """
@@ -36,7 +36,7 @@ Found = dict[str, Any]  # the cells of a row
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """A decode step to time; letters as in the README."""
+    """A decode step to time; the letters are those of the README."""
 
     name: str
     lens: Sequence[int]
@@ -47,18 +47,18 @@ class Load:
     P: int = 64
 
     def input(self) -> Input:
-        """Random queries and pages."""
+        """Returns random queries and pages."""
         return random_input(self.lens, self.dtype, self.H, self.K, self.D, self.P)
 
     @property
     def bytes(self) -> int:
-        """Of live K and V."""
+        """Bytes of live K and V."""
         size = jnp.dtype(self.dtype).itemsize
         return sum(self.lens) * 2 * self.K * (self.D * size + (4 if size == 1 else 0))
 
 
 def loads() -> list[Load]:
-    """What is timed, most wanted first."""
+    """Returns the loads to time, the most important first."""
     ragged = np.random.default_rng(0).integers(256, 8193, 64).tolist()
     codes = [("int8", jnp.int8), ("e4m3", jnp.float8_e4m3fn)]
     return [
@@ -73,10 +73,10 @@ def loads() -> list[Load]:
 
 
 class Timed:
-    """A load's input, and what `xla` makes of it.
+    """The input of a load, and the output of `xla` for it.
 
     Attributes:
-      load: it.
+      load: the load.
     """
 
     def __init__(self, load: Load):
@@ -84,14 +84,14 @@ class Timed:
         self._given = load.input()
         self._xla = SYSTEMS["xla"](self._given)
         self._truth: np.ndarray | None = None
-        with contextlib.suppress(Exception):  # then its own row says why
+        with contextlib.suppress(Exception):  # the row of `xla` gives the reason
             self._truth = _numpy(self._xla())
 
     def run(self, system: str, real: bool) -> Found:
-        """How far a system is off, and on a GPU its time.
+        """Returns the error of a system and, on a GPU, its time.
 
         Raises:
-          Unavailable: it cannot run here.
+          Unavailable: the system cannot run here.
           ValueError: its answer is wrong.
         """
         attend = self._xla if system == "xla" else SYSTEMS[system](self._given)
@@ -109,7 +109,7 @@ TOY_LOADS = [Load(name="3 x 40", lens=[40] * 3, H=4, K=2, D=64, P=16)]
 
 
 def questions(real: bool) -> Iterator[tuple[str, str, str]]:
-    """Section, name and system of all rows, in order."""
+    """Returns section, name and system of all rows, in order."""
     for name in (*(NAMES if real else TOY_NAMES), *EXTRAS):
         yield "correct", name, "mosaic_gpu"
     yield "copy", f"{COPY_BYTES >> 30} GiB", "xla"
@@ -122,21 +122,21 @@ def questions(real: bool) -> Iterator[tuple[str, str, str]]:
 
 @dataclass
 class Answers:
-    """What finds the cells of rows.
+    """Measures the cells of rows.
 
     Attributes:
       real: there is a GPU.
-      timed: the load that was asked for last.
+      timed: the load of the last question.
     """
 
     real: bool
     timed: Timed | None = None
 
     def find(self, section: str, name: str, system: str) -> Found:
-        """The cells of a row; without any, `reason`, and `failed` where that is a fault."""
+        """Returns the cells of a row; without a result `reason`, and `failed` if it is a fault."""
         try:
             return getattr(self, f"_{section}")(name, system)
-        except Exception as error:  # one system's failure may not cost the others' rows
+        except Exception as error:  # the failure of one system must not affect other rows
             reason = str(error).strip().partition("\n")[0][:160]
             found: Found = dict(reason=reason or type(error).__name__)
             return found if isinstance(error, Unavailable) else found | dict(failed=True)
@@ -154,13 +154,13 @@ class Answers:
         if not self.real and system not in ("mosaic_gpu", "xla"):
             raise Unavailable("not run: simulated")
         if self.timed is None or self.timed.load.name != name:
-            self.timed = None  # its memory is needed
+            self.timed = None  # frees its memory
             every = (*loads(), *TOY_LOADS)
             self.timed = Timed(next(load for load in every if load.name == name))
         return self.timed.run(system, self.real)
 
     def _model(self, name: str, system: str) -> Found:
-        """Decode steps of SmolLM2-135M in bfloat16 through the engine."""
+        """Times decode steps of SmolLM2-135M in bfloat16 through the engine."""
         self._only_real()
         self.timed = None
         return dict(tokens_per_second=_tokens_per_second(system, batch=32, context=512))
@@ -171,15 +171,15 @@ class Answers:
 
 
 def _numpy(x: Any) -> np.ndarray:
-    """Of jax or of torch, as float32."""
+    """Converts an array of jax or torch to float32."""
     return np.asarray(x, np.float32) if isinstance(x, jax.Array) else x.float().cpu().numpy()
 
 
 def _timed(attend: Attend, rounds: int = 20) -> Found:
-    """Median time on the device, and by which clock."""
+    """Returns the median time on the device, and the clock that measured it."""
     if not isinstance(attend, Jitted):
         return dict(seconds=_torch_seconds(attend, rounds), clock="events")
-    with contextlib.suppress(Exception):  # where CUPTI is not to be had
+    with contextlib.suppress(Exception):  # if CUPTI is not available
         from jax.experimental.mosaic.gpu import profiler
 
         measure = profiler.measure(attend.function, aggregate=True, iterations=rounds)
@@ -242,7 +242,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _is_usable() -> bool:
-    """Whether the device still takes programs: after some faults it takes none any more."""
+    """Whether the device still runs programs: after some faults it runs none."""
     try:
         jax.block_until_ready(jnp.zeros((8,)) + 1)
     except Exception:
@@ -251,7 +251,7 @@ def _is_usable() -> bool:
 
 
 def serve(asked: TextIO, answers: TextIO) -> None:
-    """Answers until `asked` ends, or the device takes nothing any more."""
+    """Answers until `asked` ends, or the device no longer runs programs."""
 
     def say(message: Found) -> None:
         print(json.dumps(message), file=answers, flush=True)
@@ -269,7 +269,7 @@ def serve(asked: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others want memory too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other systems need memory too
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries must not print into the answers
     serve(sys.stdin, channel)

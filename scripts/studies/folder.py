@@ -1,8 +1,8 @@
-"""What keeps a study's folder of one study: the run that it is of, and files that are whole.
+"""The folder of a study: it belongs to one run, and its files are complete.
 
-A run is a function of its model, text and options. They stand in run.json, contents by their sums;
-a later command goes on in the folder where they are the same, and is refused where they are not.
-Not a command.
+The results of a run are a function of its model, text and options. These are in run.json, contents
+as checksums. A later command continues in the folder if they are the same, and is refused
+otherwise. This module is not a command.
 """
 
 import hashlib
@@ -24,22 +24,22 @@ RUN = "run.json"
 
 
 def claim(folder: Path, run: Mapping[str, Any], *results: str) -> None:
-    """Makes a folder that of a run, or sees that it is.
+    """Claims a folder for a run, or checks that it belongs to it.
 
     Args:
-      folder: it is made where there is none.
-      run: all that the results are a function of, in JSON's types.
-      results: patterns of what the run goes on from.
+      folder: the folder; it is created if it does not exist.
+      run: everything that determines the results, in JSON's types.
+      results: patterns of the files from which the run continues.
 
     Raises:
       ModelError: the folder belongs to another run, or has results of an unknown run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / RUN
-    elsewhere = "remove the folder, or name another"
+    elsewhere = "remove the folder, or choose another"
     if not file.exists():
         if any(path for pattern in results for path in folder.glob(pattern)):
-            raise ModelError(f"{file}: is missing, and there are results; {elsewhere}")
+            raise ModelError(f"{file}: is missing although there are results; {elsewhere}")
         write_whole(file, json.dumps(run, indent=1) + "\n")
         return
     try:
@@ -52,22 +52,22 @@ def claim(folder: Path, run: Mapping[str, Any], *results: str) -> None:
     other = [name for name in names if found.get(name) != run.get(name)]
     if other:
         were = ", ".join(f"{name} was {found.get(name)}, is {run.get(name)}" for name in other)
-        raise ModelError(f"{folder}: is of another run ({were}); {elsewhere}")
+        raise ModelError(f"{folder}: belongs to another run ({were}); {elsewhere}")
 
 
 def text_sum(tokens: Iterable[int]) -> str:
-    """A sum of a text as a model sees it."""
+    """Returns a checksum of a text as a model sees it."""
     return sum_of([np.fromiter(tokens, np.int32).tobytes()])
 
 
 def model_sum(model: FlaxDecodeModel) -> str:
-    """A sum of what a model computes: of its config and its parameters."""
+    """Returns a checksum of a model: of its config and its parameters."""
     config = json.dumps(config_to_json(model.config), sort_keys=True)
     return sum_of(chain([config.encode()], map(_bytes, model.params)))
 
 
 def sum_of(parts: Iterable[bytes]) -> str:
-    """The first digits of the SHA-256 of some bytes."""
+    """Returns the first digits of the SHA-256 of some bytes."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part)

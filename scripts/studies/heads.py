@@ -1,17 +1,17 @@
-"""The GQA paper's figures in miniature: fewer KV heads, and how much training brings back.
+"""Measures on a small model how much quality fewer KV heads cost, as in the GQA paper.
 
     python scripts heads --text novels/*.txt --out heads
     python scripts heads --text novels/*.txt --out heads-gpu --size gpu      # on an accelerator
 
 A Llama-shaped decoder over bytes, with as many KV heads as query heads, is trained from scratch.
-Its heads are then pooled into fewer, in each way, and each new model is trained on at a constant
-rate; its loss on held-out text is taken after a share of the steps that the first training took.
+Its heads are then pooled into fewer, in each way, and each new model is trained further at a
+constant rate. Its loss on held-out text is measured after shares of the first training's steps.
 For comparison the first model is trained for as long again. Everything is repeated for each seed.
 
-Rows go to rows.jsonl as they are made: a run that was stopped goes on by the same command, and a
-study grows by one with further seeds or ways. Another text or size in the same --out is refused. At
-the end rows.csv has the rows that were asked for, summary.json their means and standard deviations
-over seeds, and loss.png and .svg the curves (with the extra `plot`).
+Each row is written to rows.jsonl when it is measured. The same command continues a run that was
+stopped, and a command with more seeds or ways extends the study. Another text or size in the same
+--out is refused. At the end rows.csv has the rows that were asked for, summary.json their means and
+standard deviations over seeds, and loss.png and .svg the curves (with the extra `plot`).
 """
 
 import csv
@@ -48,13 +48,13 @@ Cell = tuple[int, int, str]  # seed, K, way of pooling
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a study is.
+    """Size of a study.
 
     Attributes:
-      layers, width, heads: those of the model; K = H, and F is 8/3 of the width.
-      steps, batch, length: those of its training.
+      layers, width, heads: sizes of the model; K = H, and F is 8/3 of the width.
+      steps, batch, length: updates, sequences per update and tokens per sequence.
       lr: learning rate.
-      held_out: bytes of text that losses are taken on.
+      held_out: bytes of text on which losses are measured.
     """
 
     layers: int
@@ -67,7 +67,7 @@ class Size:
     held_out: int = 65_536
 
     def model(self) -> ModelConfig:
-        """The decoder, over bytes."""
+        """The configuration of the decoder over bytes."""
         D = self.width // self.heads
         layer = LayerConfig(window=None, rope=RopeConfig(theta=10_000.0))
         return ModelConfig(
@@ -106,11 +106,24 @@ def parse(argv: list[str]) -> HeadsOptions:
     """Reads the command line."""
     parser = console.Parser("python scripts heads", __doc__)
     add = parser.add_argument
-    add("--text", type=Path, nargs="+", required=True, metavar="PATH", help="texts, any bytes")
+    add(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="texts; any bytes are valid",
+    )
     add("--out", type=Path, required=True, metavar="DIR", help="a folder for the results")
-    add("--size", choices=SIZES, default="cpu", help="(default: cpu, ten minutes on 2 cores)")
+    add("--size", choices=SIZES, default="cpu", help="size (default: cpu, ten minutes on 2 cores)")
     add("--seeds", type=int, default=3, metavar="N", help="repetitions (default: 3)")
-    add("--init", nargs="+", choices=POOLINGS, default=POOLINGS, help="ways of pooling (all)")
+    add(
+        "--init",
+        nargs="+",
+        choices=POOLINGS,
+        default=POOLINGS,
+        help="ways of pooling (default: all)",
+    )
     options = parser.read(HeadsOptions, argv)
     parser.require_at_least(options, seeds=1)
     return replace(options, init=list(dict.fromkeys(options.init)))
@@ -152,12 +165,12 @@ def main(argv: list[str]) -> int:
 
 
 def fewer(heads: int) -> list[int]:
-    """KV heads to try: half of them, a quarter, .. 1."""
+    """Numbers of KV heads to try: half of them, a quarter, .. 1."""
     return [heads >> i for i in range(1, heads.bit_length())]
 
 
 def trained_base(size: Size, data: np.ndarray, seed: int, out: Path, bar: Any) -> FlaxDecodeModel:
-    """The decoder of a seed, trained from scratch; from its last state where there is one."""
+    """Trains the decoder of a seed from scratch, or from its last state if there is one."""
     config = TrainConfig(
         num_steps=size.steps,
         batch=size.batch,
@@ -178,7 +191,7 @@ def trained_base(size: Size, data: np.ndarray, seed: int, out: Path, bar: Any) -
 def curve(
     model: FlaxDecodeModel, size: Size, data: np.ndarray, seed: int, init: str, bar: Any
 ) -> Iterator[Row]:
-    """A row for each share of the training."""
+    """Returns a row for each share of the training."""
     last = round(SHARES[-1] * size.steps)
     config = TrainConfig(
         num_steps=last,
@@ -203,10 +216,10 @@ def curve(
 
 
 def read_rows(path: Path) -> dict[Cell, list[Row]]:
-    """The rows so far, of cells that are complete; a last line that was cut short is left out.
+    """Reads the rows of complete cells; an incomplete last line is left out.
 
     Raises:
-      ModelError: a line is no row.
+      ModelError: a line is not a row.
     """
     cells: dict[Cell, list[Row]] = {}
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -219,16 +232,16 @@ def read_rows(path: Path) -> dict[Cell, list[Row]]:
         except (ValueError, TypeError, KeyError):
             sound = False
         if not sound:
-            raise ModelError(f"{path}: line {number} is no row; remove it, or the folder")
+            raise ModelError(f"{path}: line {number} is not a row; remove it, or the folder")
     return {
         cell: rows for cell, rows in cells.items() if [row["share"] for row in rows] == [*SHARES]
     }
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """Mean and standard deviation over seeds, and how much of what pooling lost is back.
+    """Returns mean and standard deviation over seeds, and the recovered part of pooling's loss.
 
-    That is measured against the model with all heads that was trained on as long.
+    The reference is the model with all heads after as much further training.
     """
     cells: dict[tuple[int, str, float], list[float]] = {}
     for row in rows:
@@ -254,7 +267,7 @@ def summary(rows: list[Row]) -> list[Row]:
 
 
 def write_results(options: HeadsOptions, rows: list[Row], size: Size) -> None:
-    """Tables and curves."""
+    """Writes tables and curves."""
     with (options.out / "rows.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -272,9 +285,9 @@ def write_results(options: HeadsOptions, rows: list[Row], size: Size) -> None:
     save_lines(
         options.out / "loss",
         lines,
-        labels=("share of the training, %", "bits a byte"),
+        labels=("share of the training, %", "bits per byte"),
         title=f"{size.heads} query heads, {options.seeds} seeds ({jax.default_backend()})",
-        levels={f"{size.heads} KV heads, trained on": whole[SHARES[-1]]},
+        levels={f"{size.heads} KV heads, trained further": whole[SHARES[-1]]},
     )
     print("| KV heads | pooled by | " + " | ".join(f"{share:.0%}" for share in SHARES) + " |")
     print("|---|---|" + "---|" * len(SHARES))

@@ -56,7 +56,7 @@ from scripts.studies.tradeoff_rows import measured, scores, write_row
 
 NONE = "none"
 MEMORY = 1 << 30
-STEPS = 16  # decode steps that are timed at a length
+STEPS = 16  # decode steps timed per length
 QUICK = dict(
     formats=["f32", "int8"],
     methods=[NONE, "knorm", "snapkv"],
@@ -72,10 +72,10 @@ class Setup:
     """One row of the study.
 
     Attributes:
-      heads: number of KV heads, or a model, as it was asked for.
+      heads: number of KV heads, or a model, as in --heads.
       kv_format, method: names; `none` drops no tokens.
       budget: budget of the method; None without one.
-      heads_sha256: of what `heads` names and its contents; empty where it is a number.
+      heads_sha256: checksum of the model that `heads` names; empty if it is a number.
     """
 
     heads: str
@@ -85,10 +85,10 @@ class Setup:
     heads_sha256: str = ""
 
     def compression(self, num_tokens: int) -> Compression | None:
-        """The method at a context of so many tokens; a window's part becomes a number of them.
+        """Returns the method for a context; a window's part becomes a number of tokens.
 
         Raises:
-          ValueError: the method does not take the budget.
+          ValueError: the method does not accept the budget.
         """
         if self.method == NONE or self.budget is None:
             return None
@@ -98,14 +98,14 @@ class Setup:
         return Compression(method=self.method, budget=budget)
 
     def ratio(self, num_tokens: int) -> float:
-        """Part of a context's tokens that is removed."""
+        """Part of a context's tokens that is evicted."""
         if self.budget is None:
             return 0.0
         return float(1 - Fraction(Budget(self.budget).keep(num_tokens), num_tokens))
 
     @property
     def page_size(self) -> int:
-        """Tokens per page that suit the format."""
+        """Tokens per page for the format."""
         return preferred_page_size(self.kv_format)
 
     def folder(self, model: str, num_tokens: int) -> str:
@@ -118,7 +118,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class TradeoffOptions:
-    """The command line; lists have no value twice, and budgets one spelling."""
+    """The command line; lists have no repeated values, and budgets one spelling."""
 
     model: console.ModelOptions
     text: Path
@@ -136,10 +136,10 @@ class TradeoffOptions:
     seed: int
 
     def distinct(self) -> "TradeoffOptions":
-        """The same, without repeated values.
+        """Returns the options without repeated values.
 
         Raises:
-          ValueError: a budget is none.
+          ValueError: a budget is invalid.
         """
         lists = {
             name: list(dict.fromkeys(getattr(self, name) or ()))
@@ -156,7 +156,7 @@ def parse(argv: list[str]) -> TradeoffOptions:
     add("--text", type=Path, required=True, metavar="PATH", help="UTF-8 text")
     add("--out", type=Path, required=True, metavar="DIR", help="a folder for the results")
     add("--quick", action="store_true", help="few rows on a short text, no tasks")
-    axes = parser.add_argument_group("what is combined")
+    axes = parser.add_argument_group("values that are combined")
     add = axes.add_argument
     add("--heads", nargs="+", metavar="K", help="KV heads, or models (default: the model's own)")
     add("--formats", nargs="+", default=["f32", "int8", "kivi4"], metavar="F", help="KV formats")
@@ -172,23 +172,36 @@ def parse(argv: list[str]) -> TradeoffOptions:
         nargs="+",
         default=["0.5", "0.25"],
         metavar="B",
-        help="parts (1.0: all), or tokens",
+        help="parts (1.0: all), or numbers of tokens",
     )
-    sizes = parser.add_argument_group("how much is measured")
+    sizes = parser.add_argument_group("size of the measurement")
     add = sizes.add_argument
-    add("--skip", type=int, default=2_000, metavar="N", help="tokens of the text (default: 2000)")
-    add("--context", type=int, default=768, metavar="N", help="(default: %(default)s)")
-    add("--tokens", type=int, default=256, metavar="N", help="(default: %(default)s)")
+    add("--skip", type=int, default=2_000, metavar="N", help="tokens to skip (default: 2000)")
+    add("--context", type=int, default=768, metavar="N", help="tokens (default: %(default)s)")
+    add("--tokens", type=int, default=256, metavar="N", help="tokens scored (default: %(default)s)")
     add(
         "--tasks",
         nargs="*",
         default=["niah_single", "niah_multikey", "vt"],
         metavar="T",
-        help=f"of {', '.join(TASKS)}",
+        help=f"tasks: {', '.join(TASKS)}",
     )
-    add("--lengths", nargs="+", type=int, default=[512], metavar="N", help="of contexts (512)")
-    add("--samples", type=int, default=2, metavar="N", help="a task, length and depth (default: 2)")
-    add("--seed", type=int, default=42, help="of the tasks (default: %(default)s)")
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[512],
+        metavar="N",
+        help="of contexts, in tokens (default: 512)",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=2,
+        metavar="N",
+        help="samples per task, length and depth (default: 2)",
+    )
+    add("--seed", type=int, default=42, help="seed of the tasks (default: %(default)s)")
     if parser.parse_args(argv).quick:  # changes the defaults; options that are given stay
         parser.set_defaults(**QUICK)
     options = parser.read(TradeoffOptions, argv)
@@ -206,20 +219,20 @@ def parse(argv: list[str]) -> TradeoffOptions:
 
 
 def canonical(budget: str) -> str:
-    """One text for all that say the same: `0.5` for `50%`.
+    """Returns the one spelling of a budget: `0.5` for `50%`.
 
     Raises:
-      ValueError: it is no budget.
+      ValueError: the text is not a budget.
     """
     kept = Budget(budget).kept
     return str(kept) if isinstance(kept, int) else np.format_float_positional(float(kept), trim="0")
 
 
 def models_of(options: TradeoffOptions, loaded: LoadedModel) -> dict[str, FlaxDecodeModel]:
-    """The models by what --heads calls them, in its order.
+    """Loads the models by their names in --heads, in its order.
 
     Raises:
-      ModelError: one is none, or cannot be compared with --model.
+      ModelError: a name is no model, or the model cannot be compared with --model.
     """
     own = loaded.model
     models = {}
@@ -234,7 +247,7 @@ def models_of(options: TradeoffOptions, loaded: LoadedModel) -> dict[str, FlaxDe
 
 
 def setups(options: TradeoffOptions, models: Mapping[str, FlaxDecodeModel]) -> list[Setup]:
-    """All rows: the full cache first, and each method with each budget."""
+    """Returns all rows: the full cache first, and each method with each budget."""
     sums = {
         name: "" if name.isdecimal() else sum_of([name.encode(), model_sum(model).encode()])
         for name, model in models.items()
@@ -250,10 +263,10 @@ def setups(options: TradeoffOptions, models: Mapping[str, FlaxDecodeModel]) -> l
 
 
 def check(options: TradeoffOptions, models: Mapping[str, FlaxDecodeModel], most: int) -> None:
-    """Sees that all models know the formats, and that the text and the lengths have place.
+    """Checks that all models have the formats, and room for the text and the lengths.
 
     Raises:
-      ModelError: it is not so.
+      ModelError: a model does not have them.
     """
     for kv_format, model in product(options.formats, models.values()):
         try:
@@ -322,7 +335,7 @@ def main(argv: list[str]) -> int:
 
 
 class Study:
-    """What all rows share: the models, the text, and the full cache's reading of it."""
+    """Data that all rows share: the models, the text, and the full cache's distributions."""
 
     def __init__(
         self,
@@ -336,8 +349,18 @@ class Study:
         run: dict[str, Any],
         command: str,
     ):
-        """Takes a text of a context and the tokens after it, the questions of the tasks, the row
-        of the full cache, and what all results are a function of."""
+        """Creates the study of one text.
+
+        Args:
+          options: the command line.
+          loaded: --model, with its tokenizer.
+          models: all models, by their names in --heads.
+          tokens: a context and the tokens after it.
+          asked: the questions of the tasks.
+          first: the row of the full cache.
+          run: everything that determines the results.
+          command: the command that continues the study.
+        """
         self.options, self.loaded, self.tokens, self.command = options, loaded, tokens, command
         self._models, self._asked, self._first, self._run = models, asked, first, run
         self._tokenizer = loaded.require_tokenizer()
@@ -346,14 +369,14 @@ class Study:
         self._comparisons: dict[str, Comparison] = {}
         self._steps: dict[str, Any] = {}
         self._full: Reading | None = None
-        behind = self._tokenizer.decode(tokens[options.context + 1 :])
-        self._num_bytes = len(behind.encode())
+        after = self._tokenizer.decode(tokens[options.context + 1 :])
+        self._num_bytes = len(after.encode())
 
     def row(self, setup: Setup) -> dict[str, Any]:
-        """The results of a row: what its folder has, or measured now.
+        """Returns the results of a row, from its folder or measured now.
 
         Raises:
-          ModelError: the row of the full cache cannot be measured, or a row's file is no row.
+          ModelError: the row of the full cache cannot be measured, or a row's file is invalid.
         """
         folder = self.options.out / setup.folder(self.loaded.name, self.options.context)
         config = asdict(setup) | self._run
@@ -368,7 +391,7 @@ class Study:
             if self.options.tasks:
                 predictions, cost = self._serve(setup)
                 metrics |= cost | {"tasks": scores(predictions)}
-        except ValueError as error:  # formats and methods name the pairs that do not go together
+        except ValueError as error:  # formats and methods refuse some combinations
             if setup == self._first:
                 raise ModelError(str(error)) from None
             metrics["refused"] = str(error)
@@ -376,10 +399,10 @@ class Study:
         return metrics
 
     def _text(self, setup: Setup) -> dict[str, Any]:
-        """Distances on the text, and bytes."""
+        """Returns distances on the text, and bytes."""
         context = self.options.context
         own = self._reading(setup)
-        if self._full is None:  # not by this row where the run goes on from an earlier one
+        if self._full is None:  # an earlier run may have measured the full cache
             self._full = own if setup == self._first else self._reading(self._first)
         if setup.heads not in self._comparisons:
             models = self._models[setup.heads], self._models[self._first.heads]
@@ -404,7 +427,7 @@ class Study:
         return read(functions, self.tokens, setting, page_size=size, context=context, chunk=256)
 
     def _serve(self, setup: Setup) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Answers to the tasks, and what steps take."""
+        """Returns answers to the tasks, and the time of steps."""
         predictions, cost, model = [], {}, self._models[setup.heads]
         for length in self.options.lengths:
             engine = Engine(
@@ -449,16 +472,16 @@ class Study:
         return self._tokenizer.decode(served(engine, request).tokens)
 
     def _times(self, engine: Engine, length: int, setup: Setup) -> dict[str, Any]:
-        """Seconds of a prefill, and milliseconds of a decode step at a quarter and all of a length.
+        """Times a prefill in seconds, and decode steps in ms at a quarter and all of a length.
 
-        The steps are compiled: the engine has answered questions.
+        The steps are compiled already, because the engine has answered questions.
         """
         steps = {}
         seconds = 0.0
         for n in (length // 4, length):
             before = replace(engine.metrics)
             prompt = tuple(islice(cycle(self.tokens), n))
-            salt = f"{n} tokens"  # nothing of it is cached
+            salt = f"{n} tokens"  # no part of it is cached
             served(engine, Request(prompt=prompt, max_new_tokens=STEPS, cache_salt=salt))
             after = engine.metrics
             seconds = after.prefill_seconds - before.prefill_seconds
@@ -476,7 +499,7 @@ def served(engine: Engine, request: Request) -> Completion:
     """Serves one request.
 
     Raises:
-      RequestError: the engine could not.
+      RequestError: the engine could not serve it.
     """
     (completion,) = engine.generate([request])
     if completion.error is not None:

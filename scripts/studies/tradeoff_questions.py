@@ -1,4 +1,4 @@
-"""The questions that all rows of `tradeoff` answer: samples of tasks, as tokens. Not a command."""
+"""The questions that all rows of `tradeoff` answer. This module is not a command."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxkv.models.errors import ModelError
 from jaxkv.models.tokenizer import Tokenizer
 from scripts.studies.tradeoff_rows import DEPTHS
 
-ANSWER_TOKENS = 8  # for each text that an answer should have
+ANSWER_TOKENS = 8  # tokens for each text that an answer should have
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Question:
     """A sample of a task, as tokens.
 
     Attributes:
-      sample: the task's.
-      length: most tokens of the context.
+      sample: the sample of the task.
+      length: largest number of tokens of the context.
       seed: seed of the sample.
-      context: tokens that may lose some.
+      context: tokens of which some may be evicted.
       question: the tokens after them.
     """
 
@@ -32,7 +32,7 @@ class Question:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens of an answer at most."""
+        """Largest number of tokens of an answer."""
         return ANSWER_TOKENS * len(self.sample.answers)
 
 
@@ -45,7 +45,7 @@ def questions(
     seed: int,
     most: int,
 ) -> Iterator[Question]:
-    """The questions of all tasks, lengths, depths and seeds, for models of `most` positions.
+    """Returns the questions of all tasks, lengths, depths and seeds, in `most` positions.
 
     Raises:
       ModelError: a length is too short for a task, or too long for the models.

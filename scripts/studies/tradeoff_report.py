@@ -1,6 +1,6 @@
-"""What `tradeoff` leaves: tables, plots of quality against bytes, one page that has everything.
+"""The reports of `tradeoff`: tables, plots of quality over bytes, and one page with everything.
 
-Not a command.
+This module is not a command.
 """
 
 import base64
@@ -19,7 +19,7 @@ heads kv_format method budget ratio perplexity stderr bits_per_byte kl_mean kl_p
 top1 nbytes bytes_per_token tokens_per_gib accuracy prefill_seconds decode_ms
 decode_us_per_cached_token refused
 """
-FIELDS: tuple[str, ...] = tuple(_FIELDS.split())  # of results.csv
+FIELDS: tuple[str, ...] = tuple(_FIELDS.split())  # columns of results.csv
 COLUMNS = {
     "heads": "KV heads",
     "kv_format": "format",
@@ -29,13 +29,13 @@ COLUMNS = {
     "part": "bytes of the full cache",
     "tokens_per_gib": "tokens in 1 GiB",
     "perplexity": "perplexity",
-    "bits_per_byte": "bits a byte",
+    "bits_per_byte": "bits per byte",
     "kl_mean": "KL mean",
     "kl_p99": "KL p99",
     "top1": "top-1",
     "prefill_seconds": "prefill, s",
     "decode_ms": "decode step, ms",
-    "decode_us_per_cached_token": "us a cached token",
+    "decode_us_per_cached_token": "us per cached token",
 }
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em }
@@ -46,7 +46,7 @@ td, th { border: 1px solid #ccc; padding: 3px 7px; text-align: right } img { max
 
 
 def flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row's results by the names of FIELDS; what was not measured is empty."""
+    """Returns a row's results by the names of FIELDS; unmeasured ones are empty."""
     found = row["config"] | row
     tasks = row.get("tasks") or {}
     if tasks:
@@ -55,7 +55,7 @@ def flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_results(out: Path, results: list[dict[str, Any]]) -> None:
-    """All rows as CSV and JSON."""
+    """Writes all rows as CSV and JSON."""
     with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=FIELDS)
         writer.writeheader()
@@ -64,7 +64,7 @@ def write_results(out: Path, results: list[dict[str, Any]]) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The rows as people read them."""
+    """Returns the rows as a Markdown table."""
     lines = [
         "| KV heads | format | method | budget | bytes | perplexity | bits/byte | KL mean | KL p99 "
         "| top-1 | tasks |",
@@ -86,7 +86,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def write_report(out: Path, results: Sequence[Mapping[str, Any]], command: str) -> list[Path]:
-    """Writes the plots and report.html; returns the files, of which plots need matplotlib."""
+    """Writes the plots (with matplotlib) and report.html; returns the files."""
     rows = [row for row in results if "refused" not in row]
     plots: list[Path] = []
     for name, label, log in (
@@ -99,7 +99,7 @@ def write_report(out: Path, results: Sequence[Mapping[str, Any]], command: str) 
             plots += save_lines(
                 out / f"pareto_{name}",
                 lines,
-                labels=("bytes, parts of the full float32 cache's", label),
+                labels=("bytes, as a part of the full float32 cache", label),
                 title=f"{label} against bytes",
                 joined=False,
                 log_y=log,
@@ -110,7 +110,7 @@ def write_report(out: Path, results: Sequence[Mapping[str, Any]], command: str) 
 
 
 def points(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[tuple]]:
-    """Bytes and one figure of each row, by heads, format and method."""
+    """Returns bytes and one figure of each row, by heads, format and method."""
     full = rows[0]["nbytes"]
     lines: dict[str, list[tuple]] = {}
     for row in rows:
@@ -123,7 +123,7 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[tuple
 
 
 def figure(row: Mapping[str, Any], name: str) -> float | None:
-    """One figure of a row, where it was measured."""
+    """Returns one figure of a row; None if it was not measured."""
     if name != "accuracy":
         return row.get(name)
     tasks = (row.get("tasks") or {}).values()
@@ -131,7 +131,7 @@ def figure(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def value_and_spread(row: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """The figure, and its standard error where one is known."""
+    """Returns the figure, with its standard error if that is known."""
     value = figure(row, name)
     assert value is not None
     if name == "perplexity":
@@ -143,7 +143,7 @@ def value_and_spread(row: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Which rows no other one beats in both bytes and KL, by `id`."""
+    """Returns, by `id`, the rows that no other row beats in both bytes and KL."""
     return {
         id(row)
         for row in rows
@@ -157,7 +157,7 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> set[int]:
 
 
 def render(results: Sequence[Mapping[str, Any]], command: str, plots: Sequence[Path]) -> str:
-    """The page: command, plots, and the table, rows that none beats marked."""
+    """Returns the page: command, plots, and the table with the best rows marked."""
     measured = [row for row in results if "refused" not in row]
     best, full = pareto(measured), measured[0]["nbytes"]
     tasks = list(dict.fromkeys(task for row in measured for task in row.get("tasks") or {}))
@@ -186,7 +186,7 @@ def render(results: Sequence[Mapping[str, Any]], command: str, plots: Sequence[P
         for file in plots
     )
     words = (
-        "Rows that no other one beats in both bytes and KL are marked. KL is KL(full || row) of "
+        "Rows that no other row beats in both bytes and KL are marked. KL is KL(full || row) of "
         "the next-token distributions after the context, in nats; tasks are per cent right ± "
         "standard error."
     )
@@ -199,7 +199,7 @@ def render(results: Sequence[Mapping[str, Any]], command: str, plots: Sequence[P
 
 
 def cell(value: Any) -> str:
-    """A value of the table."""
+    """Returns a value of the table as text."""
     if value is None:
         return ""
     return html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))

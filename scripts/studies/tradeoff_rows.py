@@ -1,8 +1,8 @@
-"""What `tradeoff` keeps of a row, in a folder of its own, laid out as kvpress does it.
+"""The files of a row of `tradeoff`: one folder per row, in kvpress's layout.
 
     config.yaml, predictions.csv, metrics.json
 
-Not a command.
+This module is not a command.
 """
 
 import csv
@@ -18,7 +18,7 @@ from jaxkv.eval import Quality
 from jaxkv.models.errors import ModelError
 from jaxkv.models.whole_files import write_whole
 
-DEPTHS = (0.1, 0.5, 0.9)  # of what is asked for
+DEPTHS = (0.1, 0.5, 0.9)  # positions in the context of the text that is asked for
 TEXT_FIGURES = (
     *(field.name for field in fields(Quality)),
     *("ratio", "bits_per_byte", "bytes_per_token", "tokens_per_gib"),
@@ -28,7 +28,7 @@ TASK_FIGURES = ("string_match", "stderr")
 
 
 def scores(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Mean and standard error of each task, in percent, in all and by depth."""
+    """Returns mean and standard error of each task in percent, in total and by depth."""
     found = {}
     for task in dict.fromkeys(row["task"] for row in predictions):
         own = [100 * row["score"] for row in predictions if row["task"] == task]
@@ -46,10 +46,10 @@ def scores(predictions: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def measured(file: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """A row's results; None where there are none, or they are torn.
+    """Reads a row's results; None if there are none, or they are incomplete.
 
     Raises:
-      ModelError: what is there is no row of this configuration.
+      ModelError: the folder has no row of this configuration.
     """
     try:
         found = json.loads(file.read_text("utf-8"))
@@ -61,7 +61,7 @@ def measured(file: Path, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def is_row(found: dict[str, Any]) -> bool:
-    """Whether all is there that reports are made of."""
+    """Whether the results have everything that reports need."""
     if "refused" in found:
         return isinstance(found["refused"], str)
     names, tasks = found["config"]["tasks"], found.get("tasks", {})
@@ -76,7 +76,7 @@ def is_row(found: dict[str, Any]) -> bool:
 def write_row(
     folder: Path, config: dict[str, Any], predictions: list[dict[str, Any]], metrics: dict[str, Any]
 ) -> None:
-    """Writes a row's folder; metrics.json comes last, and whole or not at all."""
+    """Writes a row's folder; metrics.json is written last, and atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f"{name}: {json.dumps(value)}" for name, value in config.items()]
     (folder / "config.yaml").write_text("\n".join(lines) + "\n", "utf-8")

@@ -1,16 +1,16 @@
-"""Gives a model fewer KV heads, and trains it on.
+"""Gives a model fewer KV heads, and trains it further.
 
     python scripts uptrain --model smollm2-135m --kv-heads 1 --text novels/*.txt --steps 2000 \\
         --fraction 0.05 --out smollm2-mqa
     python scripts decode --model smollm2-mqa "Once upon a time"
 
-Heads are pooled (--init), and the model is trained on the text for --fraction of --steps updates:
-the next token's loss, of which --distil is the distance from the original's distribution instead.
-The last tenth of the text is held out: its loss is printed before and after.
+Heads are pooled (--init), and the model is trained on the text for --fraction of --steps updates.
+The loss is that of the next token; for the part --distil of it, the distance from the original's
+distribution. The last tenth of the text is held out: its loss is printed before and after.
 
 The state of the run, its losses (loss.csv) and their curve are in OUT.training. A run that was
-stopped goes on from there by the same command, to the same bits; a command of another model, text
-or options is refused, and so is a new one where OUT is done.
+stopped continues from there with the same command, to the same bits. A command with another model,
+text or options is refused, and so is a new one after OUT is complete.
 """
 
 import csv
@@ -65,13 +65,13 @@ def parse(argv: list[str]) -> UptrainOptions:
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory: the new model")
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--steps", type=int, default=1000, metavar="N", help="updates of a whole training")
+    add("--steps", type=int, default=1000, metavar="N", help="updates of a full training")
     add("--fraction", type=float, default=1.0, metavar="X", help="part of them to run (default: 1)")
-    add("--batch", type=int, default=8, metavar="B", help="sequences an update (default: 8)")
-    add("--length", type=int, default=256, metavar="S", help="tokens of one (default: 256)")
+    add("--batch", type=int, default=8, metavar="B", help="sequences per update (default: 8)")
+    add("--length", type=int, default=256, metavar="S", help="tokens per sequence (default: 256)")
     add("--lr", type=float, default=3e-4, metavar="X", help="learning rate (default: 3e-4)")
-    add("--distil", type=float, default=0.0, metavar="X", help="part of the loss (default: 0)")
-    add("--seed", type=int, default=0, help="of the batches, and of --init random (default: 0)")
+    add("--distil", type=float, default=0.0, metavar="X", help="part of distillation (default: 0)")
+    add("--seed", type=int, default=0, help="for batches and --init random (default: 0)")
     options = parser.read(UptrainOptions, argv)
     parser.require_at_least(options, kv_heads=1, steps=1, batch=1, length=2, seed=0)
     if not 0 <= options.fraction <= 1 or not 0 <= options.distil <= 1:
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> int:
         raise ModelError(f"the trained model's loss is {after}; a lower --lr may help")
     save_checkpoint(options.out, replace(loaded, model=trainer.model))
     report(loaded, options, trainer.step)
-    print(f"held-out loss, nats a token: original {original:.4f}, pooled {before:.4f}, ", end="")
+    print(f"held-out loss, nats per token: original {original:.4f}, pooled {before:.4f}, ", end="")
     print(f"trained {after:.4f}")
     return 0
 
@@ -139,18 +139,18 @@ def train(trainer: Trainer, folder: Path) -> None:
 
         while trainer.step < num_steps:
             trainer.run(trainer.step + SAVE_EVERY, on_step)
-            write_losses(curve, losses)  # before the state: those of a state are always there
+            write_losses(curve, losses)  # before the state, so that a state always has its losses
             trainer.save(state)
     points = [(float(step), loss, 0.0) for step, loss in losses]
     name = folder.name.removesuffix(".training")
-    save_lines(folder / "loss", {"training": points}, labels=("step", "nats a token"), title=name)
+    save_lines(folder / "loss", {"training": points}, labels=("step", "nats per token"), title=name)
 
 
 def read_losses(path: Path, num_steps: int) -> list[tuple[int, float]]:
-    """The first losses that `write_losses` wrote.
+    """Reads the first losses that `write_losses` wrote.
 
     Raises:
-      ModelError: they are not all there.
+      ModelError: some are missing.
     """
     try:
         rows = csv.DictReader(path.read_text("utf-8").splitlines())
@@ -160,7 +160,7 @@ def read_losses(path: Path, num_steps: int) -> list[tuple[int, float]]:
     if [step for step, _ in found] != list(range(1, num_steps + 1)):
         raise ModelError(
             f"{path}: lacks losses of the {num_steps} steps that are done; remove the folder, and "
-            "the training begins anew"
+            "the training starts again"
         )
     return found
 
@@ -171,7 +171,7 @@ def write_losses(path: Path, losses: Iterable[tuple[int, float]]) -> None:
 
 
 def report(loaded: LoadedModel, options: UptrainOptions, steps: int) -> None:
-    """Prints what was made."""
+    """Prints a summary of the new model."""
     K = loaded.model.config.attention.num_kv_heads
     heads = f"{options.kv_heads} of {K} KV heads ({options.init})"
     print(f"{options.out}: {heads}, {steps} steps, {options.kv_heads / K:.3f} of the cache's bytes")

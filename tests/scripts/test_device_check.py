@@ -87,7 +87,7 @@ def test_a_gpu_that_is_gone_after_a_fault_is_not_simulated(tmp_path):
     once += f"pathlib.Path({str(came_up)!r}).touch()\n"
     worker = once + WORKER.replace("real=True", "real=first")
     ask(report, [("correct", name, "mosaic_gpu") for name in ("dies", "right")], worker)
-    assert report.rows[1]["reason"] == "JAX sees the GPU no more"
+    assert report.rows[1]["reason"] == "JAX no longer sees the GPU"
     assert report.device == "toy" and report.failed
 
 
@@ -115,7 +115,7 @@ def test_a_device_that_does_not_come_up_is_a_failure_with_a_line(tmp_path, monke
     monkeypatch.setattr(device_check, "COMMAND", command("raise SystemExit('no driver')"))
     assert device_check.main(["--json", str(tmp_path / "check.json")]) == 1
     told = capsys.readouterr().out
-    assert "FAILED: the process that touches the device: the process ended with 1: no dri" in told
+    assert "FAILED: the process that uses the device: the process ended with 1: no dri" in told
 
 
 @pytest.mark.parametrize(

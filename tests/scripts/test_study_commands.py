@@ -132,7 +132,7 @@ def test_a_folder_of_one_study_takes_no_row_of_another(copied, capsys, change, n
     line = refusal(
         capsys, tradeoff.main, study_argv(copied, *(change if "--" in change[0] else []))
     )
-    assert line.startswith(f"{copied / 'out'}: is of another run ({named}")
+    assert line.startswith(f"{copied / 'out'}: belongs to another run ({named}")
     assert line.count(" was ") == 1 and contents(copied / "out") == before
 
 
@@ -355,7 +355,7 @@ def test_a_training_goes_on_by_its_own_model_text_and_options_alone(
         argv += change
     before = contents(tmp_path / "mqa.training")
     line = refusal(capsys, uptrain.main, argv)
-    assert line.startswith(f"{tmp_path / 'mqa.training'}: is of another run ({named}")
+    assert line.startswith(f"{tmp_path / 'mqa.training'}: belongs to another run ({named}")
     assert line.count(" was ") == 1
     assert contents(tmp_path / "mqa.training") == before and not (tmp_path / "mqa").exists()
 
@@ -446,10 +446,10 @@ def test_a_study_of_heads_goes_on_with_its_own_text_and_size_alone(
     small = replace(heads.SIZES["ci"], held_out=1_024)
     monkeypatch.setitem(heads.SIZES, "small", small)
     line = refusal(capsys, heads.main, [*argv, "--size", "small"])
-    assert line.startswith(f"{out}: is of another run (held_out was 2048, is 1024)")
+    assert line.startswith(f"{out}: belongs to another run (held_out was 2048, is 1024)")
     (tmp_path / "text.txt").write_bytes(b"a rose is a rose is a nose, " * 400)
     line = refusal(capsys, heads.main, argv)
-    assert line.startswith(f"{out}: is of another run (text_sha256 was ")
+    assert line.startswith(f"{out}: belongs to another run (text_sha256 was ")
     (out / "run.json").unlink()
     (out / "rows.jsonl").unlink()  # its first training would be gone on with
     assert refusal(capsys, heads.main, argv).startswith(f"{out / 'run.json'}: is missing")
@@ -478,7 +478,7 @@ def test_a_line_that_is_no_row_is_named_in_one_line(tmp_path, line):
     read = heads.read_rows(file)
     assert list(read) == CELLS and [row for cell in read.values() for row in cell] == rows
     file.write_bytes(b"\n".join([*lines[:3], line, *lines[3:], b""]))
-    with pytest.raises(ModelError, match="line 4 is no row") as error:
+    with pytest.raises(ModelError, match="line 4 is not a row") as error:
         heads.read_rows(file)
     assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
 
