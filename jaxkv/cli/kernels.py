@@ -6,7 +6,7 @@
 
 A target is a TPU or an NVIDIA GPU. A shape's name is step (decode, mixed, prefill), type of K and V
 (bf16, f16, f32, or codes with parameters: int8, e4m3, e5m2, int4), H, K, D, P, and a window perhaps
-(-w1024). For TPUs JAX's own kernel, `jax_rpa`, stands beside ours.
+(-w1024). For TPUs the table has JAX's own kernel, `jax_rpa`, next to ours.
 
 TPUs
   bundles   of the inner loop, a token of K and V of all heads: cycles, while memory keeps up

@@ -13,7 +13,7 @@ Evictions: the index's own orders, and `optimum`, which knows the future request
 order finds more.
 
 Workloads, one request after the other:
-  talk    one conversation of five turns behind a system prompt of 512 tokens: a table of its turns
+  talk    one conversation of five turns after a system prompt of 512 tokens: a table of its turns
   talks   --requests such turns, 100 conversations at a time, 8 system prompts
   W1      2,000 such conversations, all at a time; W1g: 100 at a time, which fit
   W2      2,000 questions about 50 documents of 8,000 tokens, half of which fit; W2f: all fit

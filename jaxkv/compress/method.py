@@ -96,7 +96,7 @@ class ScoreMethod[Statistics]:
         """Returns the statistics of one chunk of queries.
 
         Args:
-          queries: of at most a chunk of tokens; some rows may be padding.
+          queries: queries of at most a chunk of tokens; some rows may be padding.
           tokens: the layer's tokens; later ones than the queries' may be among them.
         """
         raise NotImplementedError

@@ -17,7 +17,7 @@ class Random(ScoreMethod[None]):
     the head and the slot, so a sequence that is computed again keeps the same tokens.
 
     Attributes:
-      seed: of the random numbers.
+      seed: seed of the random numbers.
 
     Example:
       `Compression(method=Random(seed=1), budget="50%")`

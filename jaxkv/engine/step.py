@@ -86,7 +86,7 @@ class StepFunctions:
           cache: the cache. It is donated and must not be used again.
           buffer: `[layout.size]` int32, of `plan_buffer`.
           seen: `[B, ceil(V / 8)]` uint8, see `SamplingInputs`.
-          layout: of the buffer.
+          layout: layout of the buffer.
         """
         return self._step(self._model.params, cache, buffer, seen, layout=layout)
 

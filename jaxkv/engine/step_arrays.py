@@ -42,7 +42,7 @@ class StepLayout:
     """Where each array of a step is in the buffer.
 
     Attributes:
-      shape: of the step.
+      shape: shape of the step.
       num_groups: G, layer groups.
       max_pages: M, pages per table row.
     """
@@ -86,7 +86,7 @@ def plan_buffer(
 
     Args:
       plan: the plan.
-      layout: of the buffer.
+      layout: layout of the buffer.
       tables: with the rows of the plan's sequences.
       controls: `[R + 1, NUM_CONTROLS]` int32, sampling parameters of each row; the last row is for
         padding.
@@ -118,7 +118,7 @@ def idle_buffer(layout: StepLayout, controls: np.ndarray) -> np.ndarray:
     one token each, and all of them write to the null page.
 
     Args:
-      layout: of the buffer.
+      layout: layout of the buffer.
       controls: `[NUM_CONTROLS]` int32, sampling parameters for padding.
     """
     buffer = np.zeros(layout.size, np.int32)

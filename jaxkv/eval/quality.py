@@ -55,7 +55,7 @@ def measure(
 
     Args:
       model: the decoder.
-      tokens: of the text, at least two after the context.
+      tokens: tokens of the text, at least two after the context.
       choices: the settings to measure, by name.
       page_size, context, chunk, on_chunk: see `read`.
 

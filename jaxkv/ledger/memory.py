@@ -306,7 +306,7 @@ def step_seconds(
 
     Args:
       ledger: the cache; its devices work at the same time.
-      bandwidth: of each device, in bytes per second.
+      bandwidth: bandwidth of each device, in bytes per second.
       num_tokens: tokens of each sequence.
       batch: number of sequences.
       weights: how they are stored: a name from `WEIGHT_BITS`.

@@ -100,7 +100,7 @@ def check_attention_over(
       empty: see `check_pages`.
       attention: see `check_attention`.
       longest: tokens of the last of three sequences.
-      window: of the call.
+      window: window of the call.
       q_dtype: dtype of the queries.
       tolerance: largest absolute error of `lse`, and of `out` for a magnitude of 1.
       magnitude: factor on V.

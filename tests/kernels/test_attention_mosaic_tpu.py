@@ -1,8 +1,8 @@
 """The TPU kernel, its DMAs, semaphores and memories simulated: races, reads of memory that nothing
 was written to (it holds NaN) and reads out of bounds are errors.
 
-With blocks of 128 keys, so that contexts of a few hundred have whole ones. Not here: what its real
-compilers say (`test_targets`).
+Blocks have 128 keys, so that contexts of a few hundred tokens have whole blocks. `test_targets`
+tests what the real compilers say.
 """
 
 import functools

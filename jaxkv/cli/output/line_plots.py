@@ -1,6 +1,6 @@
-"""Plots that the mains of experiments share. Not a command.
+"""Plots that the mains of experiments share. This module is no command.
 
-matplotlib comes with the extra `plot`; where it is absent, experiments leave their tables alone.
+matplotlib comes with the extra `plot`. Without it experiments write their tables only.
 """
 
 import importlib.util
@@ -30,8 +30,8 @@ def save_lines(
     Args:
       path: without a suffix.
       lines: points by name.
-      labels: of x and y.
-      title: of the plot.
+      labels: names of the axes x and y.
+      title: title of the plot.
       levels: further values of y, by name, drawn across.
       joined: points of a line are joined.
       log_y: the y axis is logarithmic.

@@ -104,7 +104,7 @@ def multiply_adds(model: Model, lengths: Sequence[int]) -> "Figure":
         "without": [generation_macs(model, 1, n, cache=False) for n in lengths],
     }
     for axes, series, title in (
-        (left, steps, "one more token behind n"),
+        (left, steps, "one more token after n"),
         (right, totals, "n tokens, one after the other"),
     ):
         for i, (name, macs) in enumerate(series.items()):

@@ -193,7 +193,7 @@ class Operands:
         """Converts block `number`.
 
         Args:
-          number: of the block, counted over all items.
+          number: number of the block, counted over all items.
           codes: `[2, block_tokens, D]`, K first.
           scales: `[2, runs, ...]` float32; None if the pages have none.
         """
