@@ -32,7 +32,7 @@ def check(rows: list[list[int]], kv_lens: list[int], query_lens: list[int], *hel
     check_tables([table], np.array([kv_lens]), np.array(query_lens), [Held(*held)], SPEC)
 
 
-def test_a_page_behind_the_window_may_be_gone_and_one_inside_may_not():
+def test_only_a_page_before_the_window_may_be_missing():
     everything, window = np.array([[1, 2, 3]]), np.array([[0, 2, 3]])  # a window of 4
     lengths = np.array([[20]] * 2), np.array([3])
     check_tables([everything, window], *lengths, [Held(1, 2, 3)] * 2, SPEC)
