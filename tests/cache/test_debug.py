@@ -48,7 +48,7 @@ def test_only_a_page_before_the_window_may_be_missing():
         pytest.param([[1, 2], [3, 0]], [12, 8], [1, 8], id="apart"),
         pytest.param([[1, 2], [1, 3]], [12, 12], [4, 1], id="a shared full page"),
         pytest.param([[1, 1], [2, 0]], [8, 3], [1, 1], id="garbage past the live range"),
-        pytest.param([[1, 2], [1, 2]], [12, 12], [0, 0], id="nobody writes"),
+        pytest.param([[1, 2], [1, 2]], [12, 12], [0, 0], id="no writer"),
         pytest.param([[1, 2], [9, 9]], [12, 0], [1, 0], id="an unused row"),
     ],
 )

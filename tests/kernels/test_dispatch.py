@@ -21,7 +21,7 @@ def backend(name: str, *platforms: str, refuses: str | None = None) -> Backend:
 
 
 def never(*_):
-    raise AssertionError("nobody asked this backend")
+    raise AssertionError("this backend must not be asked")
 
 
 BACKENDS = (

@@ -157,7 +157,7 @@ def test_only_published_tokens_are_ever_hits():
     sequence = world.start(numbers(20))
     world.compute(sequence, 12)
     world.publish(sequence, whole=True)
-    world.compute(sequence, 8)  # drafts, say, that nobody has verified
+    world.compute(sequence, 8)  # for example drafts that were not verified
     assert world.index.probe(pack(numbers(20)), PUBLIC) == 12
     world.abort(sequence)
     assert world.run(numbers(20)) == 12
@@ -302,7 +302,7 @@ def test_a_split_leaves_a_page_with_its_last_token(at, own, rest):
         pytest.param(lambda w, n: setattr(n, "start", 1), "tokens", id="a wrong position"),
         pytest.param(lambda w, n: n.parent.children.clear(), "still has a root", id="cut off"),
         pytest.param(
-            lambda w, n: w.pools[0].share([1]), "held", id="a page that nobody gives back"
+            lambda w, n: w.pools[0].share([1]), "held", id="a page that is never released"
         ),
         pytest.param(
             lambda w, n: w.pools[0].unmark_indexed([n.pages[0][0]]),

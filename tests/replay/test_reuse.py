@@ -213,7 +213,7 @@ def test_hits_are_ordered_on_each_workload_and_near_the_optimum_if_all_fits(name
     assert limit.hit_tokens >= token
     assert page >= hashed
     if name == "W4":
-        # Nobody asks for the ends of answers that the exact index keeps, which take the room of
+        # No request needs the ends of answers that the exact index keeps. They take the room of
         # 0.04 % of the prompts' tokens.
         assert 0 < page - token < 0.0005 * rows["token"].prompt_tokens
     else:
