@@ -64,7 +64,8 @@ class LLM:
           model: a name (`smollm2-135m`, `gemma3-270m`), which is downloaded once; the path of a
             Hugging Face directory, of a `.gguf` file, or of a directory that `jaxkv convert` wrote;
             or a model that `jaxkv.models.loading.load_model` returned.
-          dtype: dtype of the matrices: float32, bfloat16 or float16. A loaded model keeps its own.
+          dtype: type of the weight matrices: float32, bfloat16 or float16. A loaded model keeps
+            its own.
           memory_share: the share of the free memory that the KV cache may take, above 0 and at most
             1. Free memory is that of the GPU or TPU after the model was loaded, or the main memory
             on a CPU. The cache is never larger than `max_sequences` sequences of `max_length` need.

@@ -1,9 +1,9 @@
-"""Chat templates: messages to the prompt text that a model was trained on.
+"""Chat templates: they make messages into prompt text of the form that a model was trained on.
 
-A template is Jinja source that comes with the weights, from whoever made the file, so it runs in
-Jinja's sandbox. The environment is that of Hugging Face's `apply_chat_template`, which templates
-are written for. To tokenize the text, pass `add_special_tokens=False`: templates write
-their own BOS).
+A template is Jinja source that comes with the weights. It is not trusted, so it runs in Jinja's
+sandbox. The environment is that of Hugging Face's `apply_chat_template`, for which templates are
+written. The caller tokenizes the text, with `add_special_tokens=False` since templates write their
+own BOS.
 """
 
 import json
@@ -37,18 +37,18 @@ def render_chat(
     """Renders a conversation.
 
     Args:
-      template: Jinja source, `Tokenizer.chat_template`.
+      template: Jinja source, as in `Tokenizer.chat_template`.
       messages: at least one; each has a `role`, and `content` or `tool_calls`.
-      add_generation_prompt: ends with the opening of the assistant's turn.
+      add_generation_prompt: whether the text ends with the start of the assistant's turn.
       bos_token: text that the template may put first.
       eos_token: text that the template may put after a turn.
-      tools: JSON schemas of functions the model may call.
-      variables: whatever else the template reads, such as `enable_thinking`.
-      now: the clock of templates that write the date.
+      tools: JSON schemas of functions that the model may call.
+      variables: other variables that the template reads, such as `enable_thinking`.
+      now: returns the time, for templates that write the date.
 
     Raises:
       ModelError: there is no template, a message is malformed, or the template is malformed,
-        refuses the messages, or reaches for what the sandbox forbids.
+        refuses the messages, or uses what the sandbox forbids.
     """
     if template is None:
         raise ModelError("the model has no chat template; give it plain text, or pass a template")
@@ -104,14 +104,14 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox that stops at a forbidden attribute, where Jinja's own would write nothing."""
+    """A sandbox that stops at a forbidden attribute; Jinja's own would write nothing for it."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise SecurityError(f"it asks for {attribute!r} of a {type(obj).__name__}")
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's words for training: here, only its body."""
+    """Writes the body of `{% generation %}`, which marks the assistant's words for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -131,7 +131,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter escapes it for HTML, which no model was trained on."""
+    """Writes plain JSON; Jinja's own filter escapes it for HTML, unlike what models have seen."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,7 +1,7 @@
-"""What a decoder computes, as one frozen type that every form of checkpoint is read into.
+"""The config of a decoder: one frozen type for all forms of checkpoints.
 
-`jaxkv.models.checkpoints` reads the keys of a `config.json` or a GGUF file; `jaxkv.models.decoder`
-is the decoder.
+`jaxkv.models.checkpoints` makes it from the keys of a `config.json` or a GGUF file.
+`jaxkv.models.decoder` is the decoder.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+    """Positions are divided by `factor` (position interpolation, arXiv 2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between them."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones stay, with a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -29,15 +29,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): low frequencies divided by `factor`, high ones kept.
+    """YaRN (arXiv 2309.00071): low frequencies are divided by `factor`, high ones stay.
 
     Attributes:
-      factor: by which the trained context is stretched.
+      factor: how many times longer the context becomes.
       original_max_positions: the trained context.
-      beta_fast: turns within it from which a frequency is kept.
-      beta_slow: turns within it up to which a frequency is divided.
-      attention_factor: on rotated queries and keys.
-      truncate: the two bounds are rounded outwards to whole channels.
+      beta_fast: a frequency that turns at least this often within it stays.
+      beta_slow: a frequency that turns at most this often within it is divided by `factor`.
+      attention_factor: factor on rotated queries and keys.
+      truncate: whether the two bounds are rounded outwards to whole channels.
     """
 
     factor: float
@@ -81,9 +81,9 @@ class AttentionConfig:
       num_kv_heads: K, KV heads; divides H.
       head_dim: D.
       scale: factor on q.k before the softmax.
-      qkv_bias: the q, k and v projections carry a bias.
-      qk_norm: RMS norm over D on q and k, before RoPE.
-      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None leaves them.
+      qkv_bias: whether the q, k and v projections have a bias.
+      qk_norm: whether q and k have an RMS norm over D, before RoPE.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; None keeps them.
     """
 
     num_heads: int
@@ -100,20 +100,21 @@ class ModelConfig:
     """A decoder-only transformer of the Llama, Mistral, Qwen or Gemma families.
 
     Attributes:
-      family: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2` or `gemma3`; a name, never a switch
-        in the maths.
+      family: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2` or `gemma3`. It is a name only; the
+        forward pass does not read it.
       vocab_size: V.
-      width: E, the residual stream.
-      mlp_width: F.
+      width: E, width of the residual stream.
+      mlp_width: F, width of the MLP.
       layers: one entry per layer.
-      attention: shared by all layers.
-      max_positions: longest sequence the model was made for, in tokens.
+      attention: the attention of all layers.
+      max_positions: length of the longest sequence that the model was made for, in tokens.
       rms_eps: epsilon of every RMS norm.
-      activation: activation of the gated MLP.
-      post_norms: attention and MLP have a norm after them, too, before the residual sum (Gemma).
+      activation: activation function of the gated MLP.
+      post_norms: whether attention and MLP also have a norm after them, before the residual sum
+        (Gemma).
       embedding_scale: factor on token embeddings (Gemma: sqrt(E)).
-      logit_soft_cap: soft cap on the output logits; None leaves them.
-      tied_embeddings: the output head is the embedding table.
+      logit_soft_cap: soft cap of the output logits; None keeps them.
+      tied_embeddings: whether the output head is the embedding table.
     """
 
     family: str

@@ -2,7 +2,7 @@
 
 It takes tokens, their positions and an attention function, and returns hidden states. The attention
 function decides where K and V are kept: in the paged cache (`decode_model`) or not at all
-(`dense`). The output head is a call of its own, since a step needs the logits of few rows. The
+(`dense`). The output head is a separate call, since a step needs the logits of few rows. The
 differences between families are fields of ModelConfig.
 """
 
@@ -22,7 +22,7 @@ from jaxkv.models.layers import AttentionProjections, Mlp, RmsNorm, platform_pro
 
 
 class Heads(NamedTuple):
-    """What a layer hands to the attention function.
+    """What a layer passes to the attention function.
 
     Attributes:
       q: `[T, H, D]`, rotated.
@@ -68,11 +68,11 @@ class DecoderLayer(nnx.Module):
 
         Args:
           x: `[T, E]`.
-          rotation: rotation of the rows' positions.
+          rotation: rotation of each row, by its position.
           attend: the attention function.
 
         Returns:
-          `[T, E]`, and what `attend` returns as its state.
+          `[T, E]`, and the state that `attend` returns.
         """
         q, k, v = self.attention.heads(self.attention_norm(x))
 
@@ -138,5 +138,5 @@ class Decoder(nnx.Module):
 
 
 def maybe(norm: RmsNorm | None, x: jax.Array) -> jax.Array:
-    """A norm's output, or its input where there is no norm."""
+    """Returns the norm of x, or x if there is no norm."""
     return x if norm is None else norm(x)

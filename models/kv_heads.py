@@ -1,15 +1,15 @@
 """Fewer KV heads: pools a decoder's K and V projections, so that its cache is smaller.
 
-The query heads of a group share one KV head afterwards; their number stays. RoPE rotates all heads
-at a position by the same angles, so it commutes with their mean. Source: Ainslie et al., arXiv
-2305.13245, section 2.1. `training` trains a decoder whose heads were pooled.
+Afterwards the query heads of a group share one KV head; the number of query heads stays. RoPE
+rotates all heads at a position by the same angles, so it commutes with their mean. Source: Ainslie
+et al., arXiv 2305.13245, section 2.1. `jaxkv.models.training` trains a decoder with pooled heads.
 
     mean      the mean of the group's heads
     first     the group's first head
-    random    new weights of the same size, drawn by seed
-    aligned   the mean, after each head was rotated towards it. K and its queries may be rotated by
-              an angle in each of RoPE's planes, V and its part of the output by any orthogonal
-              matrix; what the model computes does not change (arXiv 2412.20677 does so for V)
+    random    new random weights of the same size
+    aligned   the mean, after each head was rotated towards it. K and its queries are rotated by an
+              angle in each plane of RoPE, V and its part of the output by an orthogonal matrix.
+              This does not change what the model computes (arXiv 2412.20677 does it for V)
 """
 
 from dataclasses import dataclass, replace
@@ -24,22 +24,23 @@ from jaxkv.models.weights import abstract_model
 
 Pooling = Literal["mean", "first", "random", "aligned"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-ROUNDS = 8  # of turning heads towards their mean, which moves with them
+ROUNDS = 8  # how often heads are turned towards their mean, which changes each time
 
 
 def with_kv_heads(
     model: FlaxDecodeModel, num_kv_heads: int, pooling: Pooling = "mean", *, seed: int = 0
 ) -> FlaxDecodeModel:
-    """A decoder with fewer KV heads; equal numbers return the model itself.
+    """Returns a decoder with fewer KV heads, or the model itself if the number is the same.
 
     Args:
-      model: the decoder; it stays as it is.
-      num_kv_heads: divides the model's.
-      pooling: how heads become one.
-      seed: seed of `random`.
+      model: the decoder; it is not changed.
+      num_kv_heads: the new number of KV heads, a divisor of the model's.
+      pooling: how the heads of a group become one.
+      seed: seed for the pooling `random`.
 
     Raises:
-      ModelError: the number does not divide the model's, or heads that are normed cannot be turned.
+      ModelError: the number does not divide the model's, or `pooling` is `aligned` and the model
+        has a norm on its keys.
     """
     attention = model.config.attention
     K = attention.num_kv_heads
@@ -68,13 +69,13 @@ def with_kv_heads(
 
 @dataclass
 class _Heads:
-    """The projections of one layer, by head; the last column of q, k and v is the bias.
+    """The projections of one layer, by head. The last column of q, k and v is the bias.
 
     Attributes:
-      q: `[H, D, E + 1]`, of query heads.
-      k, v: `[K, D, E + 1]`.
-      out: `[H, D, E]`, transposed: from a head's output to the stream.
-      has_bias: the bias is one of the model's.
+      q: `[H, D, E + 1]`, the query heads.
+      k, v: `[K, D, E + 1]`, the KV heads.
+      out: `[H, D, E]`, the transposed projection from each head's output to the stream.
+      has_bias: whether the model has a bias; if not, the last column is 0.
     """
 
     q: np.ndarray
@@ -96,7 +97,7 @@ class _Heads:
         return cls(q, k, v, out.T.reshape(H, D, -1).copy(), bias is not None)
 
     def parameters(self, path: ParamPath) -> dict[ParamPath, np.ndarray]:
-        """The layer's parameters, by their paths."""
+        """Returns the layer's parameters by their paths."""
         joined = np.concatenate([self.q, self.k, self.v])
         joined = joined.reshape(-1, joined.shape[2])
         found = {
@@ -117,9 +118,9 @@ class _Heads:
             setattr(self, name, pooled)
 
     def align(self, num_kv_heads: int) -> None:
-        """Turns the heads of each group towards their mean; what the layer computes stays."""
+        """Turns the heads of each group towards their mean; the layer's result stays the same."""
         K = len(self.k)
-        queries = self.q.reshape(K, -1, *self.q.shape[1:])  # by KV head; views
+        queries = self.q.reshape(K, -1, *self.q.shape[1:])  # by KV head; both are views
         outs = self.out.reshape(K, -1, *self.out.shape[1:])
         for heads in np.split(np.arange(K), num_kv_heads):
             for _ in range(ROUNDS):
@@ -136,7 +137,7 @@ class _Heads:
 
 
 def _planes(x: np.ndarray) -> np.ndarray:
-    """Channels `[D, E]` as complex numbers `[D / 2, E]`: RoPE turns channel i with i + D / 2."""
+    """Returns channels `[D, E]` as complex numbers `[D / 2, E]`: RoPE pairs i with i + D / 2."""
     first, second = np.split(x, 2)
     return first + 1j * second
 

@@ -1,7 +1,7 @@
-"""The parts of a decoder layer, as Flax NNX modules: trees of parameters with a call.
+"""The parts of a decoder layer, as Flax NNX modules.
 
-Weights are `[out, in]`, as checkpoints have them. Projections that read the same input are one
-matrix, so that a decode step reads each weight once, in few products. Norm weights stay float32.
+Weights are `[out, in]`, as in checkpoints. Projections that read the same input are one matrix, so
+that a decode step needs few products. Norm weights are always float32.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from jaxkv.models.config import Activation, ModelConfig
 # Takes `x [T, in]` and `weight [out, in]`; returns x times the transpose of the weight.
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
-# XLA's CPU products of a few rows are much faster with the weight on the left: from 2 rows, where
-# it stops being a matrix-vector product, to where packing the weight no longer shows.
+# With so many rows XLA's CPU products are much faster with the weight on the left. One row is a
+# matrix-vector product, and with more rows the time to pack the weight does not matter.
 CPU_WEIGHT_FIRST_ROWS = range(2, 33)
 
 
@@ -99,7 +99,7 @@ class AttentionProjections(nnx.Module):
         self.k_norm = RmsNorm(D, config.rms_eps) if attention.qk_norm else None
 
     def heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Projects `[T, E]` to q `[T, H, D]`, k and v `[T, K, D]`, normed, not yet rotated."""
+        """Projects `[T, E]` to q `[T, H, D]`, k and v `[T, K, D]`, with norms, without RoPE."""
         H, K, _ = self.head_counts
         heads = self.qkv(x).reshape(x.shape[0], sum(self.head_counts), -1)
         q, k, v = jnp.split(heads, (H, H + K), axis=1)

@@ -1,8 +1,8 @@
-"""The front door: whatever a `--model` may name, loaded with its tokenizer.
+"""Loads a model and its tokenizer from anything that `--model` accepts.
 
-A name of `jaxkv.models.pretrained.RELEASES`, a Hugging Face directory, a GGUF file, or a checkpoint
-that `jaxkv convert` wrote. How each is read: `jaxkv.models.checkpoints` and
-`jaxkv.models.orbax_checkpoint`. How tensors become parameters: `jaxkv.models.weights`.
+This is a name of `jaxkv.models.pretrained.RELEASES`, a Hugging Face directory, a GGUF file, or a
+checkpoint that `jaxkv convert` wrote. `jaxkv.models.checkpoints` and
+`jaxkv.models.orbax_checkpoint` read them, and `jaxkv.models.weights` makes tensors into parameters.
 """
 
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ class LoadedModel:
     """A model that is ready to decode.
 
     Attributes:
-      name: as the user gave it.
+      name: the name or path that the user gave.
       model: the decoder with its parameters.
-      tokenizer: None if the checkpoint has only weights.
+      tokenizer: None if the checkpoint has no tokenizer.
       source: the file or directory that it was read from.
     """
 
@@ -40,7 +40,7 @@ class LoadedModel:
     source: Path
 
     def require_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer; raises ModelError where there is none."""
+        """Returns the tokenizer; raises ModelError if there is none."""
         if self.tokenizer is None:
             raise ModelError(
                 f"{self.source}: has no tokenizer, so it takes token ids and no text; put the "
@@ -55,14 +55,14 @@ def load_model(
     """Loads a model, tensor by tensor; a named one is downloaded the first time.
 
     Args:
-      name_or_path: a key of `jaxkv.models.pretrained.RELEASES`, which wins over a path;
+      name_or_path: a key of `jaxkv.models.pretrained.RELEASES`, which precedes a path;
         a directory of `config.json` and `.safetensors` files; a `.gguf` file; or a directory that
         `jaxkv.models.orbax_checkpoint.save_checkpoint` wrote.
-      dtype: dtype of the matrices: float32, bfloat16 or float16. Norm weights are float32 always.
-      progress: called with the bytes of parameters that are in place, and their total.
+      dtype: type of the matrices: float32, bfloat16 or float16. Norm weights are always float32.
+      progress: called with the bytes of parameters loaded so far, and their total.
 
     Raises:
-      ModelError: `name_or_path` is none of these, or what is there cannot be used.
+      ModelError: `name_or_path` is none of these, or the files there cannot be used.
     """
     if jnp.dtype(dtype).name not in DTYPES:
         raise ModelError(f"weights of {jnp.dtype(dtype).name}: {', '.join(DTYPES)} will do")
@@ -90,11 +90,11 @@ def load_model(
 
 @contextmanager
 def loading_bar() -> Iterator[Progress]:
-    """A progress bar on stderr, if that is a terminal, for the `progress` of `load_model`."""
+    """Shows a progress bar on stderr, if that is a terminal; pass it to `load_model`."""
     bars: list[tqdm] = []
 
     def show(done: int, total: int) -> None:
-        if not bars:  # a download comes first, and has a bar of its own
+        if not bars:  # a download comes first and has its own bar
             bars.append(tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=None))
         bars[0].update(done - bars[0].n)
 
@@ -106,7 +106,7 @@ def loading_bar() -> Iterator[Progress]:
 
 
 def _named(loaded: LoadedModel, name: str) -> LoadedModel:
-    """Gives a model its name; its stop ids are those that it can draw."""
+    """Gives a model its name, and removes stop ids that it can never draw."""
     tokenizer, V = loaded.tokenizer, loaded.model.vocab_size
     if tokenizer is not None:
         stop_ids = frozenset(token for token in tokenizer.stop_ids if 0 <= token < V)

@@ -1,6 +1,6 @@
 """Rotary position embedding: frequencies with their scaling, and the rotation itself.
 
-Half-split form: channel i is paired with channel i + D/2. Source: Su et al., arXiv 2104.09864.
+Channel i is paired with channel i + D/2 (the half-split form). Source: Su et al., arXiv 2104.09864.
 """
 
 import math
@@ -15,10 +15,10 @@ Rotation = tuple[jax.Array, jax.Array]  # cosine and sine `[T, D/2]` float32 of 
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Angle a token step adds to each pair of channels, and a factor on the rotated vectors.
+    """Computes the angle that one position adds to each pair of channels.
 
     Returns:
-      `[D/2]` float32 radians, and 1.0 but for YaRN.
+      `[D/2]` float32 radians, and a factor on the rotated vectors, which is 1.0 except with YaRN.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     base = rope.theta**-exponents
@@ -37,7 +37,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _llama3(base: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Divides wavelengths beyond the trained context, with a linear ramp between the two bands."""
+    """Divides frequencies with few turns, keeps those with many, with a linear ramp between."""
     turns = scaling.original_max_positions * base / (2 * math.pi)  # within the trained context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -57,21 +57,23 @@ def _yarn(base: np.ndarray, theta: float, head_dim: int, scaling: YarnScaling) -
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step rather than a division by zero
+        high += 0.001  # avoids a division by zero
     ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
     return base * ((1 - ramp) + ramp / scaling.factor)
 
 
 def rotation(rope: RopeConfig, head_dim: int, position: jax.Array) -> Rotation:
-    """Cosine and sine `[T, D/2]` float32 of the angles at `position` `[T]`."""
+    """Returns cosine and sine `[T, D/2]` float32 of the angles at `position` `[T]`."""
     step, factor = frequencies(rope, head_dim)
     angle = position.astype(jnp.float32)[:, None] * step[None]
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
 def turn(rope: RopeConfig, x: jax.Array, by: jax.Array) -> jax.Array:
-    """Rotates `[T, heads, D]`, rotated already or not, by `[T]` positions more; no length changes,
-    whatever the scaling."""
+    """Rotates `[T, heads, D]` further by `[T]` positions, without the factor of the scaling.
+
+    So no length changes, and x may have been rotated before.
+    """
     cos, sin = rotation(rope, x.shape[-1], by)
     _, factor = frequencies(rope, x.shape[-1])
     return rotate(x, (cos / factor, sin / factor))

@@ -1,8 +1,8 @@
 """Training a decoder on text: next-token loss, optionally distilled from another decoder.
 
-A run depends only on its model, tokens and config: batch i is drawn by seed and i, so that a run
-that was stopped and continues from its last state ends with the same bits. It uses one device, and
-the tokens are in memory.
+A run depends only on its model, tokens and config. The seed and i determine batch i, so a run that
+was stopped and continues from its last state ends with the same bits. It uses one device, and all
+tokens are in memory.
 """
 
 import json
@@ -24,7 +24,7 @@ from jaxkv.models.errors import ModelError
 from jaxkv.models.whole_files import are_sums, check_sums, sums_of, write_whole
 
 OnStep = Callable[[int, float], object]
-SUMS = "sums.json"  # of the files of the last state, in the folder of states
+SUMS = "sums.json"  # has the sums of the files of the last state; in the folder of states
 _ANEW = "without the folder of states the run begins anew"
 
 
@@ -33,14 +33,14 @@ class TrainConfig:
     """How a decoder is trained.
 
     Attributes:
-      num_steps: updates of the whole run.
+      num_steps: number of updates in the whole run.
       batch: sequences per update.
       length: tokens per sequence.
-      learning_rate: at its peak, after `warmup` steps.
-      warmup: steps.
-      decay: part of the learning rate that is left at the end, after a cosine; 1 keeps it.
-      weight_decay: weight decay of matrices (AdamW).
-      distil: part of the loss that is KL(teacher || model); the rest is the next token's.
+      learning_rate: the highest learning rate, reached after `warmup` steps.
+      warmup: number of steps in which the learning rate rises.
+      decay: part of the learning rate that remains at the end of its cosine; 1 keeps all of it.
+      weight_decay: weight decay of the matrices (AdamW).
+      distil: weight of KL(teacher || model) in the loss; the next-token loss has the rest.
       seed: seed of the batches.
     """
 
@@ -56,12 +56,12 @@ class TrainConfig:
 
 
 class Trainer:
-    """A run: parameters, optimizer state, and how many steps are done.
+    """A run: its parameters, its optimizer state and the number of steps so far.
 
     Attributes:
-      config: how the run is done.
-      step: updates so far.
-      losses: losses of the updates since this object was made, in nats per token.
+      config: how the decoder is trained.
+      step: number of updates so far.
+      losses: loss of each update since this object was made, in nats per token.
     """
 
     def __init__(
@@ -75,13 +75,14 @@ class Trainer:
         """Takes a model at step 0.
 
         Args:
-          model: where the run starts.
+          model: the decoder at the start of the run.
           tokens: tokens of the text, `[n]` int32.
-          config: how.
-          teacher: whose distribution is distilled.
+          config: how the decoder is trained.
+          teacher: the decoder whose distribution is distilled.
 
         Raises:
-          ModelError: the text is shorter than a sequence, or distilling lacks a teacher.
+          ModelError: the text is shorter than a sequence, or only one of `teacher` and
+            `config.distil` is given.
         """
         if len(tokens) <= config.length:
             raise ModelError(f"a text of {len(tokens)} tokens; {config.length + 1} at least")
@@ -90,7 +91,7 @@ class Trainer:
         self._model, self._tokens, self.config = model, tokens, config
         self._teacher_params = () if teacher is None else teacher.params
         optimizer = _optimizer(config)
-        # A copy: the updates are in place.
+        # This is a copy, since updates are done in place.
         self._state = jax.tree.map(jnp.array, (model.params, optimizer.init(model.params)))
         self.step = 0
         self.losses: list[float] = []
@@ -130,7 +131,7 @@ class Trainer:
         """Runs up to step `until`; None runs to the end. `on_step` gets each step and its loss.
 
         Raises:
-          ModelError: a loss is not finite; nothing that follows from it would be.
+          ModelError: a loss is not finite, so that no later loss would be finite either.
         """
         end = self.config.num_steps if until is None else min(until, self.config.num_steps)
         while self.step < end:
@@ -146,22 +147,23 @@ class Trainer:
             on_step(self.step, value)
 
     def save(self, folder: Path) -> None:
-        """Writes a state that `restore` goes on from, and keeps the one before.
+        """Writes a state for `restore`, and keeps the state before it.
 
-        It counts once its sums are written: a run that is killed before goes on from the other.
+        The state is complete when its sums are written. A run that is killed earlier continues
+        from the state before.
         """
         with _manager(folder) as manager:
-            if self.step in manager.all_steps():  # without sums
+            if self.step in manager.all_steps():  # a state without sums
                 manager.delete(self.step)
             manager.save(self.step, args=ocp.args.StandardSave(self._leaves()))
         text = json.dumps({"step": self.step, "files": sums_of(folder / str(self.step))})
         write_whole(folder / SUMS, text)
 
     def restore(self, folder: Path) -> bool:
-        """Goes on from the last state in a folder, if there is one.
+        """Continues from the last state in a folder. Returns whether there is one.
 
         Raises:
-          ModelError: it is damaged, or of another model or run.
+          ModelError: the state is damaged, or belongs to another model or run.
         """
         if not (folder / SUMS).exists():
             return False
@@ -185,15 +187,15 @@ class Trainer:
 
 def _manager(folder: Path) -> ocp.CheckpointManager:
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    # Known beforehand, so that what is stored can be asked before it is read.
+    # The manager needs the handler to tell what is stored before it reads it.
     handler = ocp.StandardCheckpointHandler()
     return ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)
 
 
 def _checked_step(folder: Path) -> int:
-    """The step of the last state, all of whose files are as they were written.
+    """Returns the step of the last state, after a check that its files are as they were written.
 
-    Before Orbax reads any: a read that fails leaves its neighbours' unfinished.
+    This is done before Orbax reads a file: if one read fails, it leaves other reads unfinished.
     """
     try:
         found = json.loads((folder / SUMS).read_bytes())
@@ -211,7 +213,7 @@ def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def draw_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> np.ndarray:
-    """`[batch, length + 1]` int32, sequences that begin anywhere in the text."""
+    """Returns `[batch, length + 1]` int32, sequences that start anywhere in the text."""
     rng = np.random.default_rng((config.seed, step))
     starts = rng.integers(0, len(tokens) - config.length, config.batch)
     return tokens[starts[:, None] + np.arange(config.length + 1)].astype(np.int32)
@@ -220,7 +222,7 @@ def draw_batch(tokens: np.ndarray, config: TrainConfig, step: int) -> np.ndarray
 def mean_loss(
     model: FlaxDecodeModel, tokens: np.ndarray, *, batch: int = 16, length: int = 128
 ) -> float:
-    """Nats per token over all whole sequences of a text, one after the other."""
+    """Returns the mean loss of a text in nats per token, over its consecutive whole sequences."""
     count = (len(tokens) - 1) // length
     rows = np.arange(count)[:, None] * length + np.arange(length + 1)
     loss = _losses_of(model)

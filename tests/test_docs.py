@@ -64,7 +64,7 @@ def test_the_first_program_of_the_readme_has_six_lines_and_prints():
     assert len(code.strip().splitlines()) <= 6 and "print(" in code and "LLM(" in code
 
 
-def test_the_kernel_call_of_the_readme_runs_as_it_stands_and_answers_both_sequences():
+def test_the_kernel_call_of_the_readme_runs_as_it_stands():
     names: dict = {"__name__": "__main__"}
     exec(compile(README_KERNEL_CALL, "example", "exec"), names)
     assert names["table"].tolist() == [[5, 2, 7], [5, 2, 3]]

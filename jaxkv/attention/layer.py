@@ -79,7 +79,7 @@ class PlainLayer:
     """A layer with one set of pages, which has all tokens that its queries see.
 
     Attributes:
-      index: index of the layer.
+      index: number of the layer.
     """
 
     index: int

@@ -18,7 +18,7 @@ class SplitHeadsLayer:
     """Writes and reads a layer whose KV heads have pages of their own.
 
     Attributes:
-      index: index of the layer.
+      index: number of the layer.
     """
 
     index: int
@@ -49,7 +49,7 @@ def split_step(step: StepInputs, groups: range) -> tuple[StepInputs, jax.Array]:
 
     Args:
       step: the step.
-      groups: groups of the heads.
+      groups: the layer group of each KV head.
 
     Returns:
       A step of T * K rows and B * K sequences with one group, and `[T, K]` int32, which of its rows

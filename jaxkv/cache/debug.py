@@ -41,7 +41,7 @@ def check_tables(
       kv_lens: `[groups, B]` int32, tokens in the pages of each group after the step.
       query_lens: `[B]` int32, how many of them the step writes.
       pools: one per layer group.
-      spec: spec of the cache.
+      spec: what the cache holds.
 
     Raises:
       ValueError: naming group, sequence and page.

@@ -20,7 +20,7 @@ class ExportedPages:
     Attributes:
       layers: for each layer of the group its arrays by name, `[n, ...]`, pages first.
       group: number of the group; static.
-      formats: formats of all layers of the cache, by name (`choice.format_id`); static.
+      formats: names of the formats of all layers of the cache (`choice.format_id`); static.
       layout: physical layout; static.
     """
 

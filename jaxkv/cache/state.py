@@ -113,7 +113,7 @@ def move_tokens(cache: KVCache, index: int, source: jax.Array, target: jax.Array
 
     Args:
       cache: the cache.
-      index: index of the entry; its format writes token by token.
+      index: number of the entry; its format writes token by token.
       source: `[K, n]` int32, for each KV head the slots to read.
       target: `[K, n]` int32, the slots to write; a slot outside the pool writes nothing.
     """

@@ -122,7 +122,7 @@ class ModelOptions:
 
     Attributes:
       model: a name or a path, as `jaxkv.models.loading.load_model` takes it.
-      dtype: dtype of the weight matrices, a key of DTYPES.
+      dtype: type of the weight matrices, a key of DTYPES.
     """
 
     model: str

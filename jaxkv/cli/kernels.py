@@ -5,8 +5,8 @@
   jaxkv kernels --target h200 --shape decode-bf16-h32-k8-d128-p16 --shape prefill-...
 
 A target is a TPU or an NVIDIA GPU. A shape's name is step (decode, mixed, prefill), type of K and V
-(bf16, f16, f32, or codes with parameters: int8, e4m3, e5m2, int4), H, K, D, P, and possibly a
-window (-w1024). For TPUs, JAX's own kernel, `jax_rpa`, is compiled too.
+(bf16, f16, f32, or codes with parameters: int8, e4m3, e5m2, int4), H, K, D, P, and a window perhaps
+(-w1024). For TPUs the table has JAX's own kernel, `jax_rpa`, next to ours.
 
 TPUs
   bundles   of the inner loop, a token of K and V of all heads: cycles, while memory keeps up

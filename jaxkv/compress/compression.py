@@ -113,7 +113,7 @@ class Compression:
         """Checks that the method goes with a model and its KV formats.
 
         Args:
-          layers: layers of the model.
+          layers: the layers of the model.
           formats: the format of each layer.
 
         Raises:

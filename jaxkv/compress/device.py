@@ -123,7 +123,7 @@ def choose_in_layer(
     Args:
       method: scores and chooses tokens.
       tokens: the layer's tokens.
-      statistics: statistics of the layer.
+      statistics: the layer's statistics.
       positions: `[K, S]` int32, position of the token in each slot.
       protect: `[MAX_SPANS, 2]` int32, spans of protected positions; empty ones are padding.
       keep: int32 scalar, number of tokens that each head keeps, on average over the heads.

@@ -17,8 +17,8 @@ class DropState:
 
     Attributes:
       dropper: has the snapshots.
-      completion: the answer of the sequence; it reports how many tokens were dropped.
-      priority: the priority of its request.
+      completion: the sequence's completion; it reports how many tokens were dropped.
+      priority: priority of its request.
       context: how many of its first tokens lose some, once all of them are computed.
       interval: after how many further tokens more are dropped; NEVER to drop once.
       snapshot_key: names the snapshot with what is left of the context.

@@ -278,7 +278,7 @@ class Engine:
         The two share pages up to there and are independent from then on.
 
         Args:
-          request_id: request id of a stepwise request that is paused after a token.
+          request_id: id of a stepwise request that is paused after a token.
           last_token: replaces the token that was generated last.
 
         Raises:

@@ -46,7 +46,7 @@ class HostSide:
         """Makes the parts; all pages are free.
 
         Args:
-          spec: spec of the cache.
+          spec: what the cache holds.
           config: sizes and choices.
           max_length: tokens of the longest sequence.
           page_events: called with an event for each page that the index stores, changes or evicts.

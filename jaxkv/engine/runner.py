@@ -47,7 +47,7 @@ class StepRunner:
         Args:
           model: the decoder.
           config: sizes and choices.
-          spec: spec of the cache.
+          spec: what the cache holds.
           tables: the page tables of running sequences.
           steps: compiled functions to use; None makes new ones.
 

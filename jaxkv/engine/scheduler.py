@@ -48,7 +48,7 @@ class Scheduler:
 
         Args:
           tables: the page tables, all rows closed.
-          index: the index of cached prefixes; None to share none.
+          index: index of cached prefixes; None to share none.
           max_sequences: most rows in use at once.
           token_budget: most query tokens in a step.
           scheduling: which waiting sequence starts first, of SCHEDULING.

@@ -77,7 +77,7 @@ class PagedText:
     """One text in a cache of its own, computed chunk by chunk.
 
     Attributes:
-      spec: spec of the cache.
+      spec: what the cache holds.
       cache: the cache.
       tables: `[groups, M]` int32, page ids.
       dropped: `[groups]` int32, number of tokens that each layer group has dropped.
@@ -182,9 +182,9 @@ def read(
     """Computes a text in a cache of its own.
 
     Args:
-      functions: functions of the decoder.
+      functions: the decoder's functions.
       tokens: tokens of the text.
-      setting: setting of the cache.
+      setting: how the cache is set up.
       page_size: tokens per page.
       context: number of first tokens; after them the cache drops tokens if the setting says so.
       chunk: tokens that are computed at once.

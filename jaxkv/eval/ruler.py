@@ -74,7 +74,7 @@ def make_sample(task: str, length: int, depth: float, seed: int, count: Count) -
       task: a name of TASKS.
       length: largest number of tokens of the context.
       depth: position of the first needle, 0 (start) to 1 (end).
-      seed: seed of names and numbers.
+      seed: seed of the names and numbers.
       count: returns the number of tokens of a text.
 
     Raises:

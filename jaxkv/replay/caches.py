@@ -1,4 +1,4 @@
-"""Prefix caches behind one interface: what a request finds in them and what it leaves there.
+"""Prefix caches with one interface: what a request finds in them and what it leaves there.
 
     none     nothing is kept, not even while a request runs: each step computes all tokens again
     request  K and V live as long as their request, so that nothing is found

@@ -119,7 +119,7 @@ def turns(
       capacity: tokens that the cache holds.
       page_size: P, tokens per page.
       eviction: a name from `EVICTIONS`, or `optimum` for the upper limit of what the cache can
-        find: find of whole pages, or of single tokens for the cache `token`.
+        find. It counts whole pages, or single tokens for the cache `token`.
 
     Raises:
       ReplayError: there is no such cache or eviction, or a number is out of range.

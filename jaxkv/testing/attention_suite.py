@@ -247,7 +247,7 @@ class AttentionSuite:
         self.assert_close(whole, (want_out, want_lse))
 
     def test_parts_of_the_keys_are_cut_between_pages_by_the_querys_position(self):
-        """Each part against a sum over its own keys alone."""
+        """Each part is compared with a sum over its own keys only."""
         batch = self.batch([75], [30], T=30)
         placed = self.place(batch)
         for part, low, high in [

@@ -1,4 +1,4 @@
-"""Checkpoints on disk behind one interface: Hugging Face directories and GGUF files.
+"""Checkpoints on disk, with one interface: Hugging Face directories and GGUF files.
 
 `open_checkpoint(path)` finds out which one a path is. Tensors are read one at a time
 (`base.Checkpoint`). Checkpoints that `jaxkv convert` wrote are read in

@@ -46,7 +46,7 @@ class _Arch:
       gemma: whether there are norms after attention and MLP, scaled embeddings, soft caps, and
         layers that slide.
       large: number of layers of the 27B model, whose query scale is (E / H)^-0.5, not D^-0.5.
-      period: among each `period` layers all but the last one slide.
+      period: all but the last one of each `period` layers slide.
       local_theta: RoPE base, without scaling, of the layers that slide; None for the common base.
       soft_caps: soft caps of the attention logits and of the final logits.
     """

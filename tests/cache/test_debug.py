@@ -32,7 +32,7 @@ def check(rows: list[list[int]], kv_lens: list[int], query_lens: list[int], *hel
     check_tables([table], np.array([kv_lens]), np.array(query_lens), [Held(*held)], SPEC)
 
 
-def test_a_page_behind_the_window_may_be_gone_and_one_inside_may_not():
+def test_only_a_page_before_the_window_may_be_missing():
     everything, window = np.array([[1, 2, 3]]), np.array([[0, 2, 3]])  # a window of 4
     lengths = np.array([[20]] * 2), np.array([3])
     check_tables([everything, window], *lengths, [Held(1, 2, 3)] * 2, SPEC)
@@ -48,7 +48,7 @@ def test_a_page_behind_the_window_may_be_gone_and_one_inside_may_not():
         pytest.param([[1, 2], [3, 0]], [12, 8], [1, 8], id="apart"),
         pytest.param([[1, 2], [1, 3]], [12, 12], [4, 1], id="a shared full page"),
         pytest.param([[1, 1], [2, 0]], [8, 3], [1, 1], id="garbage past the live range"),
-        pytest.param([[1, 2], [1, 2]], [12, 12], [0, 0], id="nobody writes"),
+        pytest.param([[1, 2], [1, 2]], [12, 12], [0, 0], id="no writer"),
         pytest.param([[1, 2], [9, 9]], [12, 0], [1, 0], id="an unused row"),
     ],
 )

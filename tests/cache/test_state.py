@@ -127,9 +127,7 @@ def test_moved_tokens_are_read_where_they_went_and_all_others_where_they_were(na
 
 @every_layout
 @pytest.mark.parametrize("group, layers", [(0, (0, 2)), (1, (1,))])
-def test_copying_pages_changes_the_targets_in_the_layers_of_the_group_and_nothing_else(
-    group, layers, layout
-):
+def test_copying_pages_changes_only_the_targets_in_the_layers_of_the_group(group, layers, layout):
     cache = filled(replace(SPEC, layout=layout))
     before = arrays(cache)
     # 2 is both: all reads come before all writes.

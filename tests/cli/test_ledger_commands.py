@@ -345,7 +345,7 @@ def test_the_report_is_one_page_with_tables_and_figures_and_needs_nothing_else(
     assert "When memory is short it may find less" in text
 
 
-def test_the_report_of_a_model_with_constant_states_says_why_it_has_no_table_of_reuse():
+def test_a_report_with_constant_states_says_why_there_is_no_reuse_table():
     (head, text) = report.prefixes(preset("qwen3-next-80b-a3b-instruct"))
     assert head.startswith("<h2>4.")
     assert "36 of 48 layers have a constant state" in text and "<table" not in text

@@ -104,7 +104,7 @@ def test_the_text_has_a_line_of_tokens_and_one_of_facts_a_node():
     assert len(lines) == 6
 
 
-def test_pages_that_a_sliding_group_let_go_are_dots_and_groups_stand_apart():
+def test_pages_that_a_sliding_group_freed_are_dots_and_groups_are_separate():
     host = Host(windows=(None, 4))
     host.serve("abcdefghijklmnop", hold=True)
     (top,) = host.tops()

@@ -187,7 +187,7 @@ def test_a_budget_of_all_is_bit_for_bit_no_method(mixed: Tiny, method):
     "cached", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["index", "no index"]
 )
 @pytest.mark.parametrize("method", ["knorm", pytest.param("adakv_knorm", marks=pytest.mark.slow)])
-def test_half_of_the_tokens_take_half_of_the_bytes_and_the_peak_is_the_prompt(full, method, cached):
+def test_half_of_the_tokens_take_half_of_the_bytes(full, method, cached):
     engine = engine_of(full, method, "0.5", prefix_cache=cached)
     (prompt,) = random_prompts(240)
     completion = engine.submit(Request(prompt=prompt, max_new_tokens=4))
@@ -269,7 +269,7 @@ def test_prompts_that_nearly_fill_the_pool_lose_tokens_within_it(full: Tiny, met
 
 
 @pytest.mark.slow
-def test_a_request_that_pins_leave_no_room_to_drop_for_ends_with_the_reason(full: Tiny):
+def test_a_request_without_room_because_of_pins_ends_with_the_reason(full: Tiny):
     engine = engine_of(full, "knorm", "0.5", pool_tokens=192, max_sequences=1)
     request = Request(prompt=PROMPT[:96], max_new_tokens=3)
     run(engine, request)

@@ -231,7 +231,7 @@ def test_nothing_that_is_shared_lost_or_taken_away_changes_a_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
-def test_a_small_pool_lets_snapshots_go_and_serves_everybody(mixed: Tiny, eviction):
+def test_a_small_pool_frees_snapshots_and_serves_all_requests(mixed: Tiny, eviction):
     contexts = random_prompts(*[64] * 8, seed=9)
     requests = [asked(QUESTIONS[2], context=c, keep_logits=False) for c in contexts * 2]
     want = [run(engine_of(mixed, "knorm", prefix_cache=False), r).tokens for r in requests[:8]]

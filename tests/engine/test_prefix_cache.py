@@ -139,7 +139,7 @@ def test_a_request_for_prompt_logprobs_computes_its_prompt_and_caches_it(tiny: T
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5])
-def test_an_abort_in_any_state_gives_everything_back(tiny: Tiny, steps):
+def test_an_abort_in_any_state_releases_all_pages(tiny: Tiny, steps):
     engine = tiny.engine(token_budget=20, page_size=8)
     prompts = random_prompts(50, 30)
     completions = [engine.submit(Request(prompt=p, max_new_tokens=3, n=2)) for p in prompts]
@@ -169,7 +169,7 @@ def test_a_reset_is_refused_while_anything_runs(tiny: Tiny):
     engine.reset_cache()
 
 
-def test_a_preempted_sequence_goes_on_from_what_is_still_cached_of_it(tiny: Tiny):
+def test_a_preempted_sequence_continues_from_its_cached_part(tiny: Tiny):
     engine = tiny.engine(page_size=8)
     (prompt,) = random_prompts(50)
     completion = engine.submit(Request(prompt=prompt, max_new_tokens=8))
@@ -183,7 +183,7 @@ def test_a_preempted_sequence_goes_on_from_what_is_still_cached_of_it(tiny: Tiny
     assert completion.computed_tokens == 50 + 7  # all of it was still cached
 
 
-def test_pages_behind_the_window_go_back_while_a_sequence_runs(tiny: Tiny):
+def test_pages_before_the_window_are_freed_while_a_sequence_runs(tiny: Tiny):
     engine = tiny.engine(page_size=8, token_budget=16)
     (prompt,) = random_prompts(200)
     engine.submit(Request(prompt=prompt, max_new_tokens=4))
@@ -267,7 +267,7 @@ def test_where_every_layer_slides_a_sequence_may_be_longer_than_the_pool(tiny: T
     assert run(engine, Request(prompt=prompt, max_new_tokens=4)).cached_tokens == 199
 
 
-def test_a_pinned_prefix_stays_whatever_comes(tiny: Tiny):
+def test_a_pinned_prefix_is_never_evicted(tiny: Tiny):
     engine = tiny.engine(page_size=8, pool_tokens=128)
     system, *others = random_prompts(33, 100, 90, 110, seed=9)
     run(engine, Request(prompt=system, max_new_tokens=1))

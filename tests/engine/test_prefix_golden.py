@@ -39,7 +39,7 @@ def evict_always(engine: Engine, number: int) -> None:
 
 
 def preempt_and_evict(engine: Engine, number: int) -> None:
-    """Both, the first some times: whoever loses all again and again never ends."""
+    """Evicts always and preempts ten times: a request that always loses all would never end."""
     if number < 10:
         preempt_at(number - number % 3)(engine, number)
     evict_always(engine, number)

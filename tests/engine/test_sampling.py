@@ -119,7 +119,7 @@ def test_a_draw_depends_on_seed_and_position_alone():
     logits = np.tile(LOGITS, (6, 1))
     hot = [SamplingParams(temperature=1.0, seed=s) for s in (1, 2, 3)]
     first = draw(logits[:3], *hot, positions=[5, 6, 7])["token"]
-    # In other rows, beside greedy, filtered and penalised ones.
+    # The same in other rows, next to greedy, filtered and penalised ones.
     others = [SamplingParams(), SamplingParams(temperature=2.0, top_k=2), hot[2], hot[1], hot[0]]
     second = draw(logits[:5], *others, positions=[0, 0, 7, 6, 5])["token"]
     assert second[2:].tolist() == first[::-1].tolist()

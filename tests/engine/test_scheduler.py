@@ -175,7 +175,7 @@ def test_preempted_sequences_keep_their_order():
     assert world.scheduler.num_preemptions >= 2
 
 
-def test_a_head_that_does_not_fit_holds_back_those_behind_it():
+def test_a_first_request_that_does_not_fit_delays_the_later_ones():
     world = World(pages=(5,))
     world.submit(8, 9)
     world.step()

@@ -38,9 +38,9 @@ class Bag:
 
 
 def plan_of(*num_tokens: int) -> StepPlan:
-    nobody: Any = None  # a shape depends on the numbers alone
+    unused: Any = None  # a shape depends only on the numbers
     unused = np.zeros(len(num_tokens), np.int32)
-    sequences = (nobody,) * len(num_tokens)
+    sequences = (unused,) * len(num_tokens)
     return StepPlan(sequences=sequences, num_tokens=num_tokens, rows=unused, lengths=unused)
 
 

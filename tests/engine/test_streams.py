@@ -31,22 +31,22 @@ def test_streams_by_turns_yield_their_own_tokens_and_all_of_them(tiny: Tiny):
     assert all(pool.num_held == 0 for pool in engine.pools)
 
 
-def test_a_stream_passes_over_requests_that_were_submitted_beside_it(tiny: Tiny):
+def test_a_stream_omits_requests_that_were_submitted_separately(tiny: Tiny):
     engine = tiny.engine()
-    beside = engine.submit(requests(PROMPTS)[3])
+    other = engine.submit(requests(PROMPTS)[3])
     deltas = list(engine.stream(requests(PROMPTS[:1])))
-    assert {delta.completion.request_id for delta in deltas} == {beside.request_id + 1}
+    assert {delta.completion.request_id for delta in deltas} == {other.request_id + 1}
     while engine.has_work:
         engine.step()
-    assert len(beside.tokens) == 5
+    assert len(other.tokens) == 5
 
 
 def test_generate_returns_the_completions_of_its_own_requests(tiny: Tiny):
     engine = tiny.engine()
-    beside = engine.submit(requests(PROMPTS)[3])
+    other = engine.submit(requests(PROMPTS)[3])
     completions = engine.generate(requests(PROMPTS[:2]))
     assert [completion.prompt_tokens for completion in completions] == [3, 2]
-    assert beside not in completions
+    assert other not in completions
 
 
 @pytest.mark.parametrize(

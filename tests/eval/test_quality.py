@@ -27,7 +27,7 @@ def tiny() -> Tiny:
     return Tiny.random()
 
 
-def test_the_full_cache_is_no_distance_from_itself_and_scores_as_the_engine(tiny: Tiny):
+def test_the_full_cache_has_distance_0_to_itself_and_the_engines_scores(tiny: Tiny):
     found = measure(tiny.model, TOKENS, {"again": setting(tiny.model, "f32")}, page_size=8)
     assert found["again"] == found["f32"]
     assert (found["f32"].kl_max, found["f32"].top1) == (0.0, 1.0)
@@ -72,7 +72,7 @@ def test_ranges_are_the_largest_magnitudes_by_layer_and_head(tiny: Tiny):
 
 
 @pytest.mark.parametrize("method", ["knorm", pytest.param("adakv_keydiff", marks=pytest.mark.slow)])
-def test_what_follows_a_context_that_lost_tokens_scores_as_the_engine_says(tiny: Tiny, method):
+def test_text_after_a_context_that_lost_tokens_has_the_engines_scores(tiny: Tiny, method):
     chosen = setting(tiny.model, "f32", method, "0.5")
     found = measure(tiny.model, TOKENS, {method: chosen}, page_size=8, context=40)
     engine = tiny.engine(page_size=8, compression=chosen.compression)

@@ -1,8 +1,8 @@
 """The GPU kernels, their copies, barriers and memories simulated: races, reads of memory that
 nothing was written to (it holds NaN) and reads out of bounds are errors.
 
-With items of 128 keys and three blocks of the grid, so that contexts of a few hundred have several
-items, and a block several of those. Not here: what the real compiler says (`test_targets_gpu`).
+Items have 128 keys and the grid has three blocks, so that a context of a few hundred tokens has
+several items and a block has several of them. `test_targets_gpu` tests what the real compiler says.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The TPU kernel, its DMAs, semaphores and memories simulated: races, reads of memory that nothing
 was written to (it holds NaN) and reads out of bounds are errors.
 
-With blocks of 128 keys, so that contexts of a few hundred have whole ones. Not here: what its real
-compilers say (`test_targets`).
+Blocks have 128 keys, so that contexts of a few hundred tokens have whole blocks. `test_targets`
+tests what the real compilers say.
 """
 
 import functools
@@ -185,7 +185,7 @@ class TestLongBlocks(Simulated):
     }
 
 
-def test_pages_of_codes_whose_rows_fill_no_registers_are_refused_where_they_cannot_be_cut():
+def test_pages_of_codes_that_cannot_be_cut_into_registers_are_refused():
     q = jnp.zeros((1, 4, 80), jnp.bfloat16)
     integers = jnp.zeros((1, 4), jnp.int32), jnp.ones(1, jnp.int32), jnp.arange(2, dtype=jnp.int32)
     with pytest.raises(ValueError, match="P = 24 of rows of 160 bytes, no multiple of 128"):

@@ -91,7 +91,7 @@ BAD_ATTENTION = BAD_PAGES | {
     "window 0": (dict(window=0), r"window.*0"),
     "window True": (dict(window=True), r"window.*True"),
     "shared tuple": (dict(shared=(1, 2)), r"shared must be SharedPrefixes, got tuple"),
-    "shared by nobody": (
+    "shared without groups": (
         dict(shared=SharedPrefixes(starts=ints(1), lengths=ints(0))),
         r"shared\.lengths has R = 0 groups",
     ),

@@ -21,7 +21,7 @@ def backend(name: str, *platforms: str, refuses: str | None = None) -> Backend:
 
 
 def never(*_):
-    raise AssertionError("nobody asked this backend")
+    raise AssertionError("this backend must not be asked")
 
 
 BACKENDS = (
@@ -92,7 +92,7 @@ def test_every_operation_has_a_default_on_every_platform_and_it_is_not_the_oracl
         assert "reference" not in present
 
 
-def test_a_backend_of_your_own_runs_also_as_a_static_argument_of_a_jitted_function():
+def test_a_custom_backend_runs_as_a_static_argument_of_a_jitted_function():
     def negated(*arguments):
         out, lse = reference.ragged_paged_attention(*arguments)
         return -out, lse

@@ -48,7 +48,7 @@ def test_an_empty_part_leaves_the_other_as_it_is_and_two_are_empty():
     chex.assert_trees_all_equal(merged_lse, empty_lse)
 
 
-def test_a_part_far_below_the_other_counts_for_nothing():
+def test_a_part_with_much_smaller_logits_has_no_weight():
     out, lse = merge_partials(
         *float32(np.ones(D), np.array(1e30), np.full(D, 5.0), np.array(-1e30))
     )

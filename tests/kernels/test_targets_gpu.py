@@ -146,7 +146,7 @@ def test_loops_copies_and_registers_are_read_from_a_dump(tmp_path: Path):
     assert kernel.block_bytes == 16 * 64 + 16 * 4
 
 
-def test_programs_and_machine_code_of_several_kernels_are_matched_by_their_products(tmp_path: Path):
+def test_programs_are_matched_with_machine_code_by_their_products(tmp_path: Path):
     """Whatever their numbers: those of one are in another order than those of the other."""
     for number, (code, program) in enumerate([(48, 8), (8, 48)]):
         (tmp_path / f"walk_{number}.ptxas").write_text(

@@ -122,7 +122,7 @@ class CountingDecoder:
 
 
 @pytest.mark.parametrize("kind", ["mha", "gqa"])
-def test_a_decoder_that_counts_its_products_draws_the_same_tokens_with_and_without_a_cache(kind):
+def test_a_counting_decoder_draws_the_same_tokens_with_and_without_a_cache(kind):
     model, prompt, new, drawn = KINDS[kind], [5, 60, 7], 6, []
     for with_cache in (True, False):
         decoder, tokens = CountingDecoder(model, vocab=100), list(prompt)

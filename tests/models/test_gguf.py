@@ -41,7 +41,7 @@ GGUF_SIZES = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base": 5e5,
 }
-# Architecture: its keys beside the sizes, and config.json's.
+# By architecture: its keys other than the sizes, and those of config.json.
 ARCHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"rope.dimension_count": 16, "vocab_size": 40}, {"model_type": "llama"}),
     "mistral": (

@@ -199,7 +199,7 @@ def test_a_sharded_directory_loads_within_1_3_times_its_weights(large, tmp_path,
 
 @needs_proc
 def test_an_orbax_checkpoint_loads_within_twice_its_weights(large, tmp_path):
-    # Beside the weights there is a cache of Orbax's own, of 100 MB whatever the model.
+    # In addition to the weights Orbax has a cache of 100 MB, with any model.
     save_checkpoint(tmp_path / "own", load_model(str(large)))
     assert 0.9 < peak_over_weights(tmp_path / "own", orbax(tmp_path), "float32") < 2
 

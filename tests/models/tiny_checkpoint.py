@@ -1,6 +1,6 @@
 """Small models of random weights on disk, with a tokenizer: a Hugging Face directory, a GGUF file.
 
-Both hold the same model. Not here: any property (the tests).
+Both hold the same model. The tests that read them check the properties.
 """
 
 import json

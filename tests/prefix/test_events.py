@@ -27,7 +27,7 @@ def test_a_stream_rebuilds_the_index(windows):
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 5)], ids=str)
-def test_every_parent_is_announced_before_its_children_and_outlives_them(windows):
+def test_parents_are_stored_before_their_children_and_removed_after_them(windows):
     alive: dict[int, int] = {}
     numbers_seen = set()
     for event in busy(windows).events:

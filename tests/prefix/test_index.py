@@ -24,7 +24,7 @@ def test_a_hit_is_exact_to_the_token_at_any_page_size(P):
 
 
 @pytest.mark.parametrize("P, length", [(4, 15), (4, 16), (4, 17), (1, 5), (16, 16)])
-def test_a_prompt_that_is_all_cached_computes_exactly_its_last_token(P, length):
+def test_a_fully_cached_prompt_computes_only_its_last_token(P, length):
     world = World(P, capacity=40)
     prompt = numbers(length)
     world.run(prompt)
@@ -32,7 +32,7 @@ def test_a_prompt_that_is_all_cached_computes_exactly_its_last_token(P, length):
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 11, 12, 13], ids="length {}".format)
-def test_no_page_is_lost_whatever_the_length_leaves_in_the_last_page(length):
+def test_no_page_is_lost_for_any_length_of_the_last_page(length):
     world = World(4)
     world.run(numbers(length))
     world.run(numbers(length) + numbers(length, 500))
@@ -76,7 +76,7 @@ def test_a_probe_changes_neither_order_nor_counters():
     assert world.index.probe(pack(numbers(8, 100)), PUBLIC) == 8
 
 
-def test_a_match_that_leads_to_nothing_leaves_nothing_held():
+def test_a_match_without_a_sequence_holds_no_pages():
     world = World(4)
     world.run(numbers(12))
     row = world.tables.open()
@@ -87,7 +87,7 @@ def test_a_match_that_leads_to_nothing_leaves_nothing_held():
     world.check()
 
 
-def test_a_match_of_part_of_a_run_holds_that_part_alone():
+def test_a_match_of_a_part_of_a_node_holds_only_that_part():
     world = World(4)
     world.run(numbers(40))
     sequence = world.start(numbers(25) + [999] * 7)
@@ -100,7 +100,7 @@ def test_a_match_of_part_of_a_run_holds_that_part_alone():
     assert world.index.evict(0, 30) == 8
 
 
-def test_equal_prompts_computed_at_once_are_kept_once():
+def test_equal_prompts_computed_together_are_stored_once():
     world = World(4)
     rows = [world.start(numbers(17)) for _ in range(4)]
     for row in rows:
@@ -130,7 +130,7 @@ def test_insert_tells_which_pages_the_caller_holds_afterwards():
     check_integrity(index)
 
 
-def test_a_page_that_filled_up_replaces_the_partly_filled_one():
+def test_a_full_page_replaces_the_partly_filled_one():
     world = World(4)
     sequence = world.start(numbers(10))
     for end in (6, 7, 8, 10):  # published with 2, 3 and 4 tokens in its second page
@@ -157,7 +157,7 @@ def test_only_published_tokens_are_ever_hits():
     sequence = world.start(numbers(20))
     world.compute(sequence, 12)
     world.publish(sequence, whole=True)
-    world.compute(sequence, 8)  # drafts, say, that nobody has verified
+    world.compute(sequence, 8)  # for example drafts that were not verified
     assert world.index.probe(pack(numbers(20)), PUBLIC) == 12
     world.abort(sequence)
     assert world.run(numbers(20)) == 12
@@ -231,7 +231,7 @@ def test_a_match_costs_the_same_among_any_number_of_conversations(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "priority"])
-def test_an_eviction_looks_at_a_few_nodes_whatever_the_number_of_leaves(policy, monkeypatch):
+def test_an_eviction_visits_few_nodes_for_any_number_of_leaves(policy, monkeypatch):
     looks = {}
     for num_leaves in (50, 1_000):
         world = World(4, policy=policy, capacity=2 * num_leaves)
@@ -302,7 +302,7 @@ def test_a_split_leaves_a_page_with_its_last_token(at, own, rest):
         pytest.param(lambda w, n: setattr(n, "start", 1), "tokens", id="a wrong position"),
         pytest.param(lambda w, n: n.parent.children.clear(), "still has a root", id="cut off"),
         pytest.param(
-            lambda w, n: w.pools[0].share([1]), "held", id="a page that nobody gives back"
+            lambda w, n: w.pools[0].share([1]), "held", id="a page that is never released"
         ),
         pytest.param(
             lambda w, n: w.pools[0].unmark_indexed([n.pages[0][0]]),

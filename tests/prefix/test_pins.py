@@ -42,7 +42,7 @@ def test_unpinning_twice_gives_pages_back_once():
     world.check()
 
 
-def test_pins_beyond_the_limit_are_refused_and_hold_nothing():
+def test_pins_beyond_the_limit_are_refused_and_hold_no_pages():
     world = World(4, capacity=12)
     world.run(numbers(16))
     world.run(numbers(16, 100))
@@ -78,7 +78,7 @@ def test_tokens_that_are_not_packed_are_no_pin(tokens):
         world.pins.pin(tokens, PUBLIC, ttl_seconds=1)
 
 
-def test_growth_lets_expired_pins_go_and_no_others():
+def test_growth_releases_only_expired_pins():
     world = World(4, capacity=8)
     world.run(numbers(8))
     world.run(numbers(8, 100))

@@ -69,7 +69,7 @@ def test_a_leaf_in_use_is_passed_over_and_comes_back_into_the_order(policy):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_an_inner_node_goes_once_those_below_it_are_gone(policy):
+def test_an_inner_node_is_evicted_after_the_nodes_below_it(policy):
     world = World(4, policy=policy)
     for ending in (50, 60, 70):
         world.run(numbers(8) + numbers(5, ending))
@@ -79,7 +79,7 @@ def test_an_inner_node_goes_once_those_below_it_are_gone(policy):
     assert not world.index.roots
 
 
-def test_fame_of_long_ago_fades():
+def test_old_hits_count_less_with_time():
     """LFU with ageing: what was used 20 times goes, in time, before what is used twice now."""
     world = World(4, policy="lfu", capacity=12)
     for tokens in (A, B, C):
@@ -145,7 +145,7 @@ class NewestFirst:
         self.deferred.clear()
 
 
-def test_a_policy_of_the_users_own_is_asked():
+def test_a_custom_policy_is_used():
     policy: EvictionPolicy = NewestFirst()
     pool = PagePool(10)
     index = PrefixIndex([pool], 4, eviction=policy)

@@ -142,7 +142,7 @@ def test_a_double_free_is_refused():
         pool.release(pages)
 
 
-def test_an_indexed_page_is_cached_after_its_release_and_free_once_it_is_not_indexed():
+def test_a_released_page_is_cached_while_indexed_and_free_afterwards():
     pool = PagePool(4)
     pages = pool.acquire(2)
     pool.mark_indexed(pages)

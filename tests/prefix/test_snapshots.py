@@ -1,6 +1,6 @@
-"""Snapshots among rows, trees, pins and eviction: whatever comes in whatever order, the books
-agree, every slot that a row reads has the token that it should, and a row is shortened wherever it
-fits beside what others hold.
+"""Snapshots with rows, trees, pins and eviction, in any order of operations: the accounts agree,
+every slot that a row reads has the right token, and a row is shortened if it fits into the pool
+with what others hold.
 """
 
 import random

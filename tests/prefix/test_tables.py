@@ -172,7 +172,7 @@ def test_a_sequence_that_may_not_read_the_cache_still_fills_it():
     assert world.index.probe(pack(numbers(16)), PUBLIC) == 16
 
 
-def test_a_sequence_that_is_never_published_runs_as_well():
+def test_a_sequence_that_is_never_published_also_runs():
     world = World(4, capacity=8)
     sequence = world.start(numbers(32))
     for _ in range(32):
@@ -182,7 +182,7 @@ def test_a_sequence_that_is_never_published_runs_as_well():
     assert world.pools[0].num_free == 8
 
 
-def test_a_page_that_is_read_is_never_handed_out():
+def test_a_page_in_use_is_never_allocated():
     """Under pressure: a reader of cached pages, while others take every page there is."""
     world = World(4, capacity=10)
     world.run(numbers(17))
@@ -237,7 +237,7 @@ def test_sinks_stay_while_the_window_moves_on_and_come_with_a_hit():
 
 
 @pytest.mark.parametrize("windows", [(5,), (None, 5), (3, None, 9)], ids=str)
-def test_a_prompt_much_longer_than_the_window_is_a_hit_when_it_is_sent_again(windows):
+def test_a_repeated_prompt_much_longer_than_the_window_is_a_hit(windows):
     world = World(4, windows)
     prompt = numbers(50)
     assert world.run(prompt) == 0
@@ -252,7 +252,7 @@ def test_a_prompt_much_longer_than_the_window_is_a_hit_when_it_is_sent_again(win
 
 @pytest.mark.parametrize("length", range(48, 56))
 @pytest.mark.parametrize("window", [1, 4, 5, 6])
-def test_pages_behind_a_window_go_first_and_only_then_those_that_a_replay_needs(window, length):
+def test_pages_before_a_window_are_evicted_before_those_a_replay_needs(window, length):
     world = World(4, (window,))
     world.run(numbers(length))
     needed = sum((k + 1) * 4 > length - window for k in range(-(-length // 4)))
@@ -266,7 +266,7 @@ def test_pages_behind_a_window_go_first_and_only_then_those_that_a_replay_needs(
     world.check()
 
 
-def test_a_prompt_that_was_answered_at_length_is_still_a_hit_when_it_is_sent_again():
+def test_a_repeated_prompt_is_a_hit_after_a_long_answer():
     world = World(4, (5,))
     sequence = world.start(numbers(20))
     world.compute(sequence, 20, trim=False)
@@ -280,7 +280,7 @@ def test_a_prompt_that_was_answered_at_length_is_still_a_hit_when_it_is_sent_aga
     world.check()
 
 
-def test_pages_behind_a_window_go_first_though_a_row_held_them_before():
+def test_pages_before_a_window_are_evicted_first_after_a_row_held_them():
     world = World(4, (5,))
     sequence = world.start(numbers(20))
     world.compute(sequence, 20, trim=False)

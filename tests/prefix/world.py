@@ -195,7 +195,7 @@ class World:
         assert not any(books), "a node that is gone is remembered"
 
     def check(self) -> None:
-        """The books agree, and every page has what whoever reads it should see."""
+        """Checks that the accounts agree, and that each page has what its readers expect."""
         check_integrity(self.index, self.tables, self.pins.holdings())
         for namespace, tokens, ids in self.index.stored():
             first = (len(tokens) - 1) // self.P * self.P

@@ -182,7 +182,7 @@ def results(data, *names: str) -> dict[str, Fragmentation]:
     return {name: measure_fragmentation(trace, name, capacity=1 << 20) for name in names}
 
 
-def test_on_a_real_trace_pages_of_16_waste_under_4_percent_and_runs_tens_of_percent(data):
+def test_on_a_real_trace_pages_of_16_waste_little_and_contiguous_runs_waste_much(data):
     found = results(data, *ALLOCATORS)
     assert found["paged"].waste < 0.04
     assert found["paged"].waste == pytest.approx(0.0005, abs=2e-4)

@@ -203,7 +203,7 @@ def test_under_pressure_the_docs_say_where_exact_hits_are_fewer(capacity, page, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", workloads.WORKLOADS)
-def test_they_are_so_on_each_workload_and_close_to_the_optimum_where_it_fits(name, data):
+def test_hits_are_ordered_on_each_workload_and_near_the_optimum_if_all_fits(name, data):
     trace = data / "conversation_trace.jsonl"
     made, capacity = workloads.stream(name, trace)
     requests = list(pack_requests(made))
@@ -213,7 +213,7 @@ def test_they_are_so_on_each_workload_and_close_to_the_optimum_where_it_fits(nam
     assert limit.hit_tokens >= token
     assert page >= hashed
     if name == "W4":
-        # Nobody asks for the ends of answers that the exact index keeps, which take the room of
+        # No request needs the ends of answers that the exact index keeps. They take the room of
         # 0.04 % of the prompts' tokens.
         assert 0 < page - token < 0.0005 * rows["token"].prompt_tokens
     else:
@@ -235,7 +235,7 @@ def test_five_turns_of_a_talk_match_all_that_was_said_before():
     assert [row.held for row in rows] == [704, 896, 1088, 1280, 1472]
 
 
-def test_a_pool_that_is_too_small_for_two_talks_lets_the_older_one_go():
+def test_a_pool_too_small_for_two_talks_evicts_the_older_one():
     talks = workloads.conversations(2, 5, at_a_time=2, systems=2)
     requests = list(pack_requests(talks))
     rows, roomy = (list(turns(requests, "token", capacity=n)) for n in (1_024, 8_192))

@@ -155,7 +155,7 @@ class CompressionOptions:
     """Which tokens are dropped from the cache.
 
     Attributes:
-      method: a name from METHODS; None keeps all tokens.
+      method: a name of METHODS; None keeps all tokens.
       budget: tokens to keep, a number or a part, as text.
       interval: drop again after so many tokens of the answer; None drops once.
     """

@@ -1,4 +1,7 @@
-"""Line plots of experiments. matplotlib comes with the extra `plot`; without it no plot is made."""
+"""Plots that the mains of experiments share. This module is no command.
+
+matplotlib comes with the extra `plot`. Without it experiments write their tables only.
+"""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -27,7 +30,7 @@ def save_lines(
     Args:
       path: without a suffix.
       lines: points by name.
-      labels: labels of x and y.
+      labels: names of the axes x and y.
       title: title of the plot.
       levels: further values of y, by name, drawn across.
       joined: points of a line are joined.

@@ -24,7 +24,7 @@ class NodeView:
     Attributes:
       start, end: positions of its tokens in the sequences that it is part of.
       text: text of its tokens.
-      pages: in each layer group its page ids, 0 where a sliding group has let one go.
+      pages: in each layer group its page ids, 0 where a sliding group has freed one.
       holders: how many sequences hold each of them.
       hits: how often a match or an insert came through.
       age_seconds: since the last one.
