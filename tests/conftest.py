@@ -33,9 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once_a_session(tmp_path_factory) -> Iterator[None]:
-    """Keeps compiled programs in a folder of this run alone, which its processes share.
+    """Keeps compiled programs in a folder that only the processes of this run share.
 
-    Many tests make an engine anew, and each compiles the same steps.
+    Many tests create an engine, and each compiles the same steps.
     """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

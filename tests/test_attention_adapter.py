@@ -86,7 +86,7 @@ def test_slots_follow_the_table_of_the_group_and_padding_goes_to_the_null_page(g
 
 
 def wide_pages(spec: CacheSpec) -> CacheSpec:
-    """As a TPU has them where D fills no register."""
+    """Returns wider pages, as on a TPU if D does not fill a register."""
     layers = tuple(dataclasses.replace(layer, head_dim=D + 5) for layer in spec.layers)
     return dataclasses.replace(spec, layers=layers, layout="paired")
 

@@ -37,7 +37,7 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[str]:
-    """What stands between backticks in the prose of a page."""
+    """Returns the texts between backticks in the prose of a page."""
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
@@ -122,7 +122,7 @@ def test_every_dotted_name_can_be_imported(page):
 
 
 def resolve(dotted: str) -> object:
-    """The module or attribute of that name; raises where there is none."""
+    """Returns the module or attribute of that name; raises if there is none."""
     parts = dotted.split(".")
     for n in range(len(parts), 0, -1):
         try:

@@ -1,7 +1,7 @@
 """Which package may import which, read from the source of every module.
 
-An arrow counts wherever the import stands, in a function or under TYPE_CHECKING too. Cycles count
-among the imports that run when a module is loaded.
+Every import counts, also one in a function or under TYPE_CHECKING. Cycles count only among the
+imports that run when a module is loaded.
 """
 
 import ast
@@ -52,14 +52,14 @@ LIBRARY = (
 
 @dataclass(frozen=True)
 class Rule:
-    """What the modules of one unit may import, besides the standard library and their own unit."""
+    """Allowed imports of a unit, besides the standard library and the unit itself."""
 
     ours: tuple[str, ...]
     outside: tuple[str, ...]
 
 
 # The longest name that a module's name starts with decides; a unit that is not here is a violation,
-# so that a new package says where it stands. `jaxkv` alone is the package's own __init__.
+# so that each new package gets a rule. The name `jaxkv` is the package's own __init__.
 RULES = {
     "pallas_kernels": Rule(ours=(), outside=ARRAYS),
     "jaxkv": Rule(ours=("jaxkv",), outside=()),

@@ -36,7 +36,7 @@ def tiny(loaded) -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(loaded) -> list[list[int]]:
-    """What the engine generates for PROMPTS."""
+    """Returns the engine's answers to PROMPTS."""
     tokenizer = loaded.require_tokenizer()
     requests = [
         Request(prompt=tuple(tokenizer.encode(p)), max_new_tokens=6, stop_ids=tokenizer.stop_ids)

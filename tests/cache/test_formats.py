@@ -124,7 +124,7 @@ def test_codes_by_channel_come_in_pages_of_32():
 
 
 def test_the_kernels_have_the_same_sizes():
-    """They may not import jaxkv, so that these numbers stand there, too."""
+    """The kernels may not import jaxkv, so they have these numbers a second time."""
     assert checks.PAGE_SIZES == PAGE_SIZES
     assert quantised_pages.CHANNEL_GROUP == CHANNEL_GROUP
 
@@ -227,7 +227,7 @@ def spec_of(text: str, num_tokens: int, head_dim: int = 64) -> CacheSpec:
 
 @pytest.mark.parametrize("name", AT_4K)
 def test_a_sequence_of_4096_tokens_takes_the_bytes_that_its_format_says(name):
-    """The null pages left out: every cache has them once."""
+    """Null pages are not counted: every cache has them once."""
     spec = spec_of(name, 4096)
     arrays = jax.tree.leaves(init_cache(spec))
     on_device = sum(x.nbytes - x[0].nbytes for x in arrays)

@@ -38,7 +38,7 @@ every_layout = pytest.mark.parametrize("layout", ["head_major", "paired"])
 
 
 def filled(spec: CacheSpec, seed: int = 0) -> KVCache:
-    """A cache of random values, every slot another."""
+    """Returns a cache of random values, different in every slot."""
     rng = np.random.default_rng(seed)
     cache = init_cache(spec)
     for i, pages in enumerate(cache.layers):

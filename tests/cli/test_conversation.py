@@ -135,7 +135,7 @@ def test_a_turn_hits_all_that_the_turn_before_it_computed(loaded, tokenizer, pag
         computed = len(prompt) + 6
 
 
-def test_a_prompt_without_room_for_an_answer_is_refused_and_the_next_one_is_served(loaded):
+def test_a_prompt_without_room_for_an_answer_is_refused(loaded):
     llm = LLM(loaded, max_sequences=1, token_budget=64, pool_tokens=32)
     talker = Talker(llm, compare=False)
     with pytest.raises(RequestError, match=r"32 tokens and 32 fit.*/reset"):

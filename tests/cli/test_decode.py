@@ -1,4 +1,4 @@
-"""`python scripts decode`: what it prints, what it refuses, and that a bad prompt fails alone."""
+"""`python scripts decode`: what it prints, what it refuses, and that only a bad prompt fails."""
 
 import io
 import json

@@ -92,7 +92,7 @@ SCORES = {f.__name__: f for f in (knorm, keydiff, tova, snapkv, h2o, expected_at
 
 
 def best(scores: np.ndarray, keep: int) -> list[list[int]]:
-    """For each head the tokens with the highest scores, ascending; of equal scores the last."""
+    """Returns, ascending, each head's tokens with the highest scores; the last of equal scores."""
     chosen = []
     for row in scores:
         order = sorted(range(len(row)), key=lambda j: (row[j], j))

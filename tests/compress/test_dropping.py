@@ -121,7 +121,7 @@ def test_tokens_are_dropped_again_after_every_so_many(mixed: Tiny, method, budge
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_format, least", [("int4", 25), ("int8", 29)])
 def test_scores_are_taken_in_the_basis_of_the_model(mixed: Tiny, kv_format, least):
-    """Of 30 tokens that stay nearly all are those of a float32 cache, and codes move as codes."""
+    """Nearly all of 30 kept tokens are those of a float32 cache, and codes are moved as codes."""
     found = []
     for name in ("f32", kv_format):
         completion, (kept,) = watch(
@@ -258,7 +258,7 @@ def test_nor_are_they_where_layers_keep_different_numbers(mixed: Tiny, method, b
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["knorm", "pyramidkv", "adakv_knorm", "adakv_pyramidkv"])
 def test_prompts_that_nearly_fill_the_pool_lose_tokens_within_it(full: Tiny, method):
-    """Also where others' pages must be evicted, and where two take turns."""
+    """This holds also if other pages must be evicted, and if two requests alternate."""
     requests = [asked(prompt=p, context=None) for p in random_prompts(96, 103, 96, seed=1)]
     want = logit_bits(engine_of(full, method, deterministic=True).generate(requests))
     for room in (112, 208, 232):

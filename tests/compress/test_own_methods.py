@@ -40,7 +40,7 @@ class LastTokens(ScoreMethod[None]):
 
 @dataclass(frozen=True)
 class Heaviest(H2O):
-    """H2O under another name: another method."""
+    """H2O under another name, which makes it another method."""
 
 
 def worth(position):
@@ -87,7 +87,7 @@ def kept_of(engine: CheckedEngine, new: int = 6) -> list[np.ndarray]:
     return found
 
 
-def test_an_engine_keeps_the_tokens_that_a_method_of_ones_own_scores_best(mixed: Tiny):
+def test_an_engine_keeps_the_tokens_that_a_custom_method_scores_best(mixed: Tiny):
     (last,), (first,) = (kept_of(engine_of(mixed, LastTokens(first))) for first in (False, True))
     assert last.tolist() == list(range(70, 100)) and first.tolist() == list(range(30))
 

@@ -151,7 +151,7 @@ def test_protected_tokens_are_kept_in_the_layer_with_the_smallest_budget(name):
         assert protected <= set(stay)
 
 
-def test_ranks_put_the_last_of_equals_first():
+def test_ranks_put_the_last_of_equal_scores_first():
     assert ranks(jnp.array([[1.0, 3.0, 3.0, -jnp.inf, 1.0]])).tolist() == [[3, 1, 0, 4, 2]]
 
 

@@ -36,7 +36,7 @@ def snapshots(engine: CheckedEngine) -> list[Snapshot]:
 
 
 def contents(engine: CheckedEngine, snapshot: Snapshot) -> list[np.ndarray]:
-    """What a snapshot's slots hold in every layer, without the slots after its tokens."""
+    """Returns the contents of a snapshot's slots in every layer, up to its last token."""
     found = []
     cache = engine.cache
     for layer, pages in enumerate(cache.layers):
@@ -51,7 +51,7 @@ def contents(engine: CheckedEngine, snapshot: Snapshot) -> list[np.ndarray]:
 
 
 def scattered(engine: CheckedEngine) -> CheckedEngine:
-    """The pools' free pages in an order that is none."""
+    """Shuffles the free pages of the pools."""
     rng = np.random.default_rng(0)
     for pool in engine.pools:
         rng.shuffle(pool._free)

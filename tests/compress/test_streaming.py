@@ -98,7 +98,7 @@ def test_chunks_pages_preemption_and_hits_change_no_bit(mixed: Tiny, kv_format):
 
 @pytest.mark.slow
 def test_a_stream_holds_as_many_pages_at_its_end_as_at_its_beginning(mixed: Tiny):
-    """And it is longer than what the model was made for."""
+    """The stream is longer than the positions of the model."""
     longest = 3 * mixed.model.max_positions
     engine = Engine(
         mixed.model,

@@ -170,7 +170,7 @@ def make_real(name: str, path: Path) -> None:
 
 
 def ask(model, ids: list[int]) -> dict[str, np.ndarray]:
-    """What the model says of a prompt, and its greedy continuation, stop tokens not obeyed."""
+    """Returns log-probabilities of a prompt and its greedy continuation, past stop tokens."""
     out = model(torch.tensor([ids]), use_cache=True)
     logprobs = out.logits[0].log_softmax(-1)
     said = logprobs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()

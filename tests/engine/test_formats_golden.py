@@ -1,4 +1,4 @@
-"""The golden rule under every KV format: hit or miss, chunked or not, alone or in a batch, evicted,
+"""The golden rule under every KV format: hit or miss, chunked or not, single or batched, evicted,
 preempted or forked, a sequence gets the same tokens, and with `deterministic` the same bits."""
 
 from functools import cache

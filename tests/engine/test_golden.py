@@ -95,7 +95,7 @@ def test_a_request_alone_gives_the_bits_that_it_gives_in_a_batch(tiny: Tiny, bat
 
 
 @pytest.mark.slow
-def test_a_deterministic_engine_gives_the_same_bits_at_the_widths_of_a_real_model():
+def test_a_deterministic_engine_gives_the_same_bits_at_real_widths():
     """XLA takes other paths through its products at other sizes: these are SmolLM2's."""
     config = replace(
         TINY,

@@ -32,7 +32,7 @@ def talk(engine: Engine, disturb: Disturb | None = None, **options) -> list[Comp
 
 
 def evict_always(engine: Engine, number: int) -> None:
-    """Lets a part of what is cached go before each step."""
+    """Evicts a part of the cached pages before each step."""
     if engine.index is not None:
         for group in range(len(engine.pools)):
             engine.index.evict(group, 1 + number % 3)

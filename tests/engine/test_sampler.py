@@ -12,13 +12,13 @@ from tests.engine.tiny import Tiny, random_prompts, run
 
 
 def without_even_tokens(logits: jax.Array, params: SamplingInputs) -> jax.Array:
-    """Only odd tokens, drawn as the request asks."""
+    """Draws only odd tokens, with the parameters of the request."""
     is_even = jnp.arange(logits.shape[1]) % 2 == 0
     return draw(jnp.where(is_even, -jnp.inf, logits), params)
 
 
 def least_likely(logits: jax.Array, params: SamplingInputs) -> jax.Array:
-    """Instead of the built-in sampling."""
+    """Replaces the built-in sampling."""
     return logits.argmin(axis=-1).astype(jnp.int32)
 
 

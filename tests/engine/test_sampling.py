@@ -182,7 +182,7 @@ def test_log_probabilities_are_of_the_models_own_distribution():
     chex.assert_trees_all_close(result["logprob"], chosen, rtol=1e-7, atol=1e-5)
 
 
-def test_top_tokens_come_most_likely_first_with_the_lowest_id_of_equals():
+def test_top_tokens_are_most_likely_first_and_ties_by_lowest_id():
     logits = np.array([[1, 4, 4, 2, 9, 0, 4, -1, -2, -3, -4, -5]], np.float32)
     result = draw(logits, SamplingParams(), want_top=True)
     order = [4, 1, 2, 6, 3, 0, 5, 7, 8, 9, 10, 11]

@@ -25,7 +25,7 @@ class Spelling:
 
 
 def stream(pieces: list[str], stops: tuple[str, ...], tail: str = "") -> tuple[list[str], bool]:
-    """What each token gives out, and whether a stop was met; ends as the engine does."""
+    """Returns the text released by each token, and whether a stop string was found."""
     text = AnswerText(Spelling(pieces, tail), stops)
     given_out = []
     for i in range(len(pieces)):

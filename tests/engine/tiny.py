@@ -36,7 +36,7 @@ TINY = ModelConfig(
 
 
 def decode_model(decoder: Decoder) -> FlaxDecodeModel:
-    """A decoder as the engine takes it."""
+    """Wraps a decoder for the engine."""
     graphdef, state = nnx.split(decoder)
     named = {path: leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
     return FlaxDecodeModel.from_named(decoder.config, graphdef, named)
@@ -44,7 +44,7 @@ def decode_model(decoder: Decoder) -> FlaxDecodeModel:
 
 @dataclass
 class Tiny:
-    """One decoder, its compiled functions, and what it says without an engine."""
+    """One decoder, its compiled functions, and its answers without an engine."""
 
     decoder: Decoder
     functions: dict[bool, StepFunctions] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class BytesDetokenizer:
 
     @classmethod
     def text(cls, ids: list[int]) -> str:
-        """The text of whole answer."""
+        """Returns the text of the whole answer."""
         return b"".join(map(cls.piece, ids)).decode(errors="replace")
 
 
@@ -206,6 +206,6 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 
 def run(engine: Engine, request: Request) -> Completion:
-    """Serves one request alone."""
+    """Serves only this request."""
     (completion,) = engine.generate([request])
     return completion

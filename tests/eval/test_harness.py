@@ -20,7 +20,7 @@ CONTEXT, GOOD, BAD = "a red cat sat on the mat and the mat was", " warm", " cold
 
 
 class Letters:
-    """A token a character, and one before every text."""
+    """One token per character, and one before every text."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [PREFIX] * add_special_tokens + [1 + ord(c) % (V - 1) for c in text]

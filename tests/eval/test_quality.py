@@ -65,7 +65,7 @@ def test_ranges_are_the_largest_magnitudes_by_layer_and_head(tiny: Tiny):
     assert [len(layer) for layer in whole.largest] == [4, 4]
     for more, less in zip(whole.largest, short.largest, strict=True):
         assert all(a >= (1 - 1e-5) * b > 0 for a, b in zip(more, less, strict=True))
-    # The first layer's V is a product of the first norm's output alone.
+    # The first layer's V is a product of only the first norm's output.
     layer, x = tiny.decoder.layers[0], tiny.decoder.embedding[...][jnp.array(TOKENS)]
     _, _, v = layer.attention.heads(layer.attention_norm(x))
     chex.assert_trees_all_close(np.array(whole.largest[0][1::2]), jnp.abs(v).max((0, 2)), rtol=1e-5)

@@ -147,7 +147,7 @@ class TestShortItems(Simulated):
         ],
     )
     def test_keys_that_sequences_share_are_read_from_the_first_one(self, cuts, options):
-        """Wherever a group's keys part; the others' tables hold garbage for shared pages."""
+        """Any place may end a group's shared keys; other tables have garbage for shared pages."""
         batch = self.batch((64, 90, 70, 185, 200, 15, 40), (1, 20, 1, 1, 3, 0, 2), T=30)
         starts = (0, 3, 5)  # two groups, and two sequences that share nothing
         for first, end, cut in zip(starts, starts[1:], cuts, strict=False):

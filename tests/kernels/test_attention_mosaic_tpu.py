@@ -40,8 +40,8 @@ class Simulated(BitsSuite):
     """The suites, on a simulated chip.
 
     Attributes:
-      sizes: of blocks.
-      factor_types: of codes that the chip multiplies as they are, the types in which it does.
+      sizes: sizes of blocks.
+      factor_types: types in which the chip multiplies codes without a conversion.
     """
 
     backend = "mosaic_tpu"

@@ -85,7 +85,7 @@ def test_an_unknown_backend_is_refused_with_the_names_that_there_are():
     ],
     ids=["attention", "write", "copy", "seal"],
 )
-def test_every_operation_has_a_default_on_every_platform_and_it_is_not_the_oracle(backends):
+def test_every_operation_has_a_default_backend_on_every_platform(backends):
     for platform in PLATFORMS:
         present = [one.name for one in backends if platform in one.platforms]
         assert present

@@ -11,7 +11,7 @@ D = 8
 
 
 def attend(logits: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Out `[D]` and lse of one row in float64; 0 and -inf of no keys."""
+    """Returns out `[D]` and lse of one row in float64; 0 and -inf without keys."""
     if not logits.size:
         return np.zeros(D), np.array(-np.inf)
     lse = logits.max() + np.log(np.exp(logits - logits.max()).sum())

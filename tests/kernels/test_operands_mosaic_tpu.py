@@ -31,7 +31,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype._
 
 
 def whole(x: np.ndarray, dtype: type, split: Callable = split) -> np.ndarray:
-    """What the parts of rows are together, summed in float64."""
+    """Returns the sum of the parts of rows, in float64."""
     parts, factor = split(jnp.asarray(x), dtype)
     assert parts.dtype == dtype
     assert parts.shape == (num_parts(dtype) * len(x), x.shape[1])
@@ -42,7 +42,7 @@ def whole(x: np.ndarray, dtype: type, split: Callable = split) -> np.ndarray:
 
 
 @every_dtype
-def test_parts_are_the_whole_to_their_bits_at_any_size_of_row_and_element(dtype):
+def test_the_sum_of_the_parts_is_exact_at_any_size_of_row_and_element(dtype):
     rng = np.random.default_rng(0)
     sizes = 2.0 ** rng.integers(-60, 60, (40, 1)) * 2.0 ** -rng.integers(0, 30, (40, 257))
     x = (rng.uniform(-2, 2, (40, 257)) * sizes).astype(np.float32)

@@ -31,7 +31,7 @@ def random_pool(layout: Layout, dtype=np.float32, seed: int = 0) -> Pages:
 
 
 def slots_of(pages: Pages) -> dict[int, bytes]:
-    """What each slot holds: K of head 0, V of head 0, K of head 1, ..."""
+    """Returns the contents of each slot: K of head 0, V of head 0, K of head 1, ..."""
     rows = by_tokens(np.asarray(pages.kv), pages.layout)
     return {slot: row.tobytes() for slot, row in enumerate(rows.reshape(N * P, 2 * K, D))}
 

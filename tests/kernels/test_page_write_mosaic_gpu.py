@@ -37,7 +37,7 @@ def simulated() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_a_written_slot_holds_its_token_and_every_other_its_old_bits(dtype):
-    """Also of one page, next to each other, and of the pool's last page."""
+    """The slots include neighbours in one page, and slots of the pool's last page."""
     pages, (k, v) = random_pool("head_major", dtype), tokens(dtype)
     slots = (N * P - 1, P, P + 1, 3 * P - 1, 33, 32)
     want = slots_of(pages) | {slot: row_bytes(k[t], v[t]) for t, slot in enumerate(slots)}
@@ -61,7 +61,7 @@ def test_no_tokens_change_nothing():
 
 @pytest.mark.parametrize(("heads", "D"), [(3, 80), (1, 8), (5, 24)])
 def test_rows_of_any_size_are_written(heads, D):
-    """Also where V's rows would not begin at a multiple of 128 bytes behind K's."""
+    """In some cases V's rows do not begin at a multiple of 128 bytes after K's."""
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 4, heads, D)).astype(np.float32)
     pages = Pages(kv=jnp.zeros((3, 2 * heads, 16, D), jnp.bfloat16), layout="head_major")

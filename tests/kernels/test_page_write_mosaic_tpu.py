@@ -62,7 +62,7 @@ def pieces(P: int, seed: int) -> np.ndarray:
 
 
 def check(pages: TokenPages, slots: np.ndarray) -> None:
-    """Holds the kernel against `xla`, to the bit, but for the null page."""
+    """Checks that the kernel writes the bits that `xla` writes, except in the null page."""
     k, v = np.random.default_rng(1).standard_normal((2, len(slots), K, D)).astype(np.float32)
     arguments = jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots, jnp.int32)
     backends = "mosaic_tpu", "xla"

@@ -1,4 +1,4 @@
-"""No copy of the pool: a step that writes and attends takes the memory of its activations alone."""
+"""No copy of the pool: a step that writes and attends needs memory only for its activations."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ def write_and_attend(pages, q, k, v, slots, *batch):
 
 
 def arguments(step: Callable, T: int, dtype) -> list[jax.ShapeDtypeStruct]:
-    """What `step` takes after the pages."""
+    """Returns the arguments of `step` after the pages."""
     q, kv = (jax.ShapeDtypeStruct((T, heads, D), dtype) for heads in (H, K))
     if step is copy_pages:
         return [int32(T), int32(T)]

@@ -40,7 +40,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 def empty(
     kind: str, layout: Layout, num_pages: int = N, sizes: tuple[int, int] = (P, D)
 ) -> AnyPages:
-    """Pages whose every parameter is NaN and every code something; `sizes` is (P, D)."""
+    """Returns pages with random codes whose parameters are all NaN; `sizes` is (P, D)."""
     P, D = sizes
 
     def shape(heads: int, *rest: int) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def filled(
 
 
 def oracle(kind: str, kv: np.ndarray) -> np.ndarray:
-    """What `[n, P, K, 2, D]` float64 should decode to."""
+    """Returns the expected decoded values of `[n, P, K, 2, D]` float64."""
     if kind in CODES or kind == "static":
         dtype = np.dtype(CODES.get(kind, jnp.int8))
         most = 127.0 if dtype == np.int8 else float(ml_dtypes.finfo(dtype).max)
@@ -111,7 +111,7 @@ def affine(x: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def step_of(kind: str, kv: np.ndarray) -> np.ndarray:
-    """The most that a value may be off where it is not clipped: the distance of codes."""
+    """Returns the largest error of a value that is not clipped: the distance of codes."""
     size = np.abs(kv).max(-1, keepdims=True)
     if kind == "int4":
         return np.ptp(kv, axis=-1, keepdims=True) / 15

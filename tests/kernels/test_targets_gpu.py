@@ -52,7 +52,7 @@ def check(row: GpuRow) -> None:
     few = "prefill" in row.shape and "-d256-" in row.shape
     assert row.stages is not None and row.stages >= (2 if few else 3)
     assert row.shared_bytes is not None and row.shared_bytes <= 227 << 10
-    # Each byte of a page is fetched once a tile of query rows, by bulk copies alone.
+    # Each byte of a page is fetched once per tile of query rows, only by bulk copies.
     assert row.loaded_bytes_per_kv_token == row.token_bytes == Shape.parse(row.shape).token_bytes
     assert row.alias_bytes is not None and row.pool_bytes is not None
     assert row.alias_bytes == row.pool_bytes

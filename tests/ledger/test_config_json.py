@@ -29,10 +29,10 @@ def test_there_are_presets_of_each_family_named_as_on_the_hub():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_keys_of_a_preset_add_up_to_the_parameters_that_its_repository_states(name):
+def test_the_parameters_of_a_preset_are_those_that_its_repository_states(name):
     model, stated = preset(name), stated_parameters(name)
     assert model.source.endswith(" config.json")
-    if stated is None:  # of a text model alone, or without a layer: its note says so
+    if stated is None:  # only a text model, or one layer is missing: its note says so
         assert model.notes
         total = {"llama-4-scout-17b-16e": 109e9, "llama-4-maverick-17b-128e": 402e9}
         total |= {"gemma-3-4b-pt": 4_300_079_472, "gemma-3-12b-pt": 12_187_325_040}

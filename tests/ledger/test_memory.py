@@ -44,7 +44,7 @@ CHOICES = (
 
 
 def spec_layers(model: Model) -> tuple[LayerSpec, ...]:
-    """What the engine's cache would keep of a model."""
+    """Returns the layers of the engine's cache for a model."""
     mixers = [one.mixer for one in model.layers]
     assert all(isinstance(one, Heads) for one in mixers)
     return tuple(
@@ -246,7 +246,7 @@ def test_weights_are_counted_as_they_are_stored():
 def test_a_step_reads_the_experts_that_its_tokens_chose():
     model = preset("mixtral-8x7b-v0.1")
     one, many = (step_weight_bytes(model, batch=batch) for batch in (1, 1_000))
-    table = model.embedding  # of which a step reads rows alone
+    table = model.embedding  # a step reads only some of its rows
     assert one == 2 * (model.active_parameters - table)
     assert many == 2 * (model.parameters - table)
     dense = preset("llama-2-7b")

@@ -1,6 +1,6 @@
-"""A decoder in plain numpy and float64, without a cache: what the Flax decoder is held against.
+"""A decoder in plain numpy and float64, without a cache: the reference of the Flax decoder.
 
-Reads the same parameters, and shares no code: one sequence at a time, whole, one head at a time.
+It reads the same parameters and shares no code: it computes whole sequences, head by head.
 """
 
 import numpy as np

@@ -82,7 +82,7 @@ def random_weights(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """What llama.cpp's converter does to W_q and W_k, written channel by channel."""
+    """Permutes W_q and W_k as llama.cpp's converter does, channel by channel."""
     out = np.empty_like(rows)
     for first in range(0, len(rows), head_dim):
         for i in range(head_dim // 2):

@@ -151,7 +151,7 @@ from pathlib import Path
 from jaxkv.models.loading import load_model
 
 def peak():
-    # Of this program alone: getrusage has that of the process it was forked from too.
+    # The peak of only this program: getrusage includes that of the process it was forked from.
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
 

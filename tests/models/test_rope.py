@@ -33,7 +33,7 @@ def base_frequency(channel: float, theta: float = THETA) -> float:
 
 
 def llama3_frequency(channel: int, scaling: Llama3Scaling) -> float:
-    """By wavelength, as Llama 3.1's model card has it."""
+    """Returns the frequency by wavelength, as in Llama 3.1's model card."""
     frequency = base_frequency(channel, 500000.0)
     wavelength = 2 * math.pi / frequency
     trained = scaling.original_max_positions
@@ -47,7 +47,7 @@ def llama3_frequency(channel: int, scaling: Llama3Scaling) -> float:
 
 
 def channel_that_turns(times: float, trained: int) -> float:
-    """By bisection: where, between channels too, a frequency turns so often while trained."""
+    """Finds, by bisection, the fractional channel that makes `times` turns in training."""
     low, high = -float(D), 2.0 * D
     for _ in range(200):
         middle = (low + high) / 2
@@ -155,7 +155,7 @@ def test_a_token_is_rotated_alike_alone_and_in_a_prompt(scaling):
             chex.assert_trees_all_close(row[0], rows[position], rtol=1e-7, atol=1e-6)
 
 
-def test_the_attention_factor_multiplies_queries_and_keys_so_scores_by_its_square():
+def test_the_attention_factor_multiplies_scores_by_its_square():
     plain = RopeConfig(theta=THETA, scaling=YARN)
     scaled = RopeConfig(
         theta=THETA,

@@ -65,7 +65,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory) -> Path:
-    """Of a run of no steps, in bfloat16."""
+    """Saves the state of a run after no steps, in bfloat16."""
     path = tmp_path_factory.mktemp("run") / "state"
     Trainer(bfloat16(model()), TEXT, CONFIG).save(path)
     return path

@@ -35,7 +35,7 @@ MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the")]
 
 
 def random_weights(config: dict[str, Any] = CONFIG) -> dict[str, np.ndarray]:
-    """By Hugging Face name; scaled so that activations neither vanish nor grow."""
+    """Returns weights by Hugging Face name, scaled so that activations keep their size."""
     rng = np.random.default_rng(0)
     weights = {}
     for name, shape in tensor_shapes(config_from_hf(config)).items():

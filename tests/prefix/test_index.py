@@ -177,7 +177,7 @@ def test_reset_is_refused_while_a_page_is_in_use_and_changes_nothing():
     assert world.run(numbers(8)) == 0
 
 
-def test_counters_tell_tokens_looked_up_found_and_pages_that_came_and_went():
+def test_counters_count_lookups_hits_and_pages_stored_and_evicted():
     world = World(4, capacity=6)
     world.run(numbers(9))
     world.run(numbers(9))

@@ -119,7 +119,7 @@ TestHost.settings = settings(max_examples=90, stateful_step_count=40, deadline=N
 
 
 def soak(world: World, rng: random.Random, num_operations: int) -> None:
-    """Random operations; looks at everything once in a while."""
+    """Runs random operations, and checks everything at intervals."""
     seen: list[list[int]] = [[]]
     for operation in range(num_operations):
         kind, row = rng.random(), rng.choice(world.rows) if world.rows else None

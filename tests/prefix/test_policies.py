@@ -80,7 +80,7 @@ def test_an_inner_node_is_evicted_after_the_nodes_below_it(policy):
 
 
 def test_old_hits_count_less_with_time():
-    """LFU with ageing: what was used 20 times goes, in time, before what is used twice now."""
+    """LFU with ageing: 20 old hits count less, after some time, than two recent ones."""
     world = World(4, policy="lfu", capacity=12)
     for tokens in (A, B, C):
         world.run(tokens)
@@ -122,7 +122,7 @@ def test_a_heap_of_ranks_stays_as_small_as_the_tree():
 
 
 class NewestFirst:
-    """What a user could plug in."""
+    """A policy that a user could write."""
 
     def __init__(self) -> None:
         self.entries: dict[Evictable, None] = {}

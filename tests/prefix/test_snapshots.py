@@ -30,7 +30,7 @@ P, PUBLIC = 4, Namespace()
 
 @dataclass
 class Row:
-    """A sequence: what each group has, by slot, is positions in it."""
+    """A sequence; for each group, the position that each slot holds."""
 
     row: int
     tokens: list[int]
@@ -189,7 +189,7 @@ class World:
 
 @pytest.mark.parametrize("capacity, least_taken, least_refused", [(24, 40, 0), (7, 40, 1)])
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_whatever_is_shared_evicted_and_ended_the_books_agree_and_slots_are_right(
+def test_random_operations_keep_accounts_and_slots_consistent(
     policy, capacity, least_taken, least_refused
 ):
     num_taken = num_refused = 0

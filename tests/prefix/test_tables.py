@@ -275,7 +275,7 @@ def test_a_repeated_prompt_is_a_hit_after_a_long_answer():
     world.compute(sequence, 30)
     world.finish(sequence)
     assert world.index.probe(pack(sequence.tokens), PUBLIC) == 50
-    assert world.index.evict(0, 4) == 4  # three behind the prompt's end, and the answer's last
+    assert world.index.evict(0, 4) == 4  # three after the prompt's end, and the answer's last
     assert world.index.probe(pack(sequence.tokens[:19]), PUBLIC) == 19
     world.check()
 
@@ -291,14 +291,14 @@ def test_pages_before_a_window_are_evicted_first_after_a_row_held_them():
     assert world.index.probe(pack(numbers(19)), PUBLIC) == 19
 
 
-def test_pages_that_a_running_row_has_passed_go_when_no_leaf_can_give():
+def test_pages_that_a_running_row_has_passed_are_evicted_after_all_leaves():
     world = World(4, (None, 5))
     sequence = world.start(numbers(20))
     world.compute(sequence, 20, trim=False)
     world.publish(sequence, whole=False)
     world.tables.trim(np.array([sequence.row]), np.array([20]))
     assert (world.pools[1].num_held, world.pools[1].num_cached) == (1, 4)
-    assert world.index.evict(1, 9) == 4  # one of them not behind the window of position 19
+    assert world.index.evict(1, 9) == 4  # one of them is not before the window of position 19
     world.check()
 
 

@@ -84,18 +84,18 @@ class World:
         self.pinned: list[tuple[Pin, Namespace, list[int]]] = []
 
     def tick(self) -> float:
-        """The clock: no two readings are equal."""
+        """Returns the time; no two readings are equal."""
         self.now += 2**-10
         return self.now
 
     def start(self, tokens: list[int], namespace: Namespace = PUBLIC) -> Row:
-        """A sequence begins with what is cached."""
+        """Starts a sequence from its cached tokens."""
         sequence = self.try_start(tokens, namespace)
         assert sequence is not None
         return sequence
 
     def try_start(self, tokens: list[int], namespace: Namespace) -> Row | None:
-        """The same; None where its next token finds no page."""
+        """Starts a sequence; returns None if its next token gets no page."""
         packed = pack(tokens[:-1])
         probed = self.index.probe(packed, namespace)
         row = self.tables.open()
@@ -104,7 +104,7 @@ class World:
         return self._settle(Row(row, namespace, list(tokens), found), sources)
 
     def fork(self, parent: Row) -> Row | None:
-        """A sequence that goes on from all that another one has computed."""
+        """Starts a sequence that continues from all computed tokens of another one."""
         n = parent.num_computed
         if not self.tables.can_fork(parent.row, n):
             return None
@@ -127,7 +127,7 @@ class World:
         return sequence
 
     def compute(self, sequence: Row, num_tokens: int, *, trim: bool = True) -> bool:
-        """A step: K and V of the next tokens are written. False, and the end, without pages."""
+        """Writes K and V of the next tokens; without pages ends the sequence and returns False."""
         first = sequence.num_computed
         end = min(len(sequence.tokens), first + num_tokens)
         try:
@@ -148,22 +148,22 @@ class World:
         return True
 
     def publish(self, sequence: Row, *, whole: bool) -> None:
-        """What is computed becomes known; with `whole`, whole pages alone."""
+        """Publishes the computed tokens; with `whole`, only whole pages."""
         n = sequence.num_computed - (sequence.num_computed % self.P if whole else 0)
         self.tables.publish(sequence.row, pack(sequence.tokens[:n]), sequence.namespace)
 
     def finish(self, sequence: Row) -> None:
-        """All that is computed becomes known, and the sequence ends."""
+        """Publishes all computed tokens and ends the sequence."""
         self.publish(sequence, whole=False)
         self.abort(sequence)
 
     def abort(self, sequence: Row) -> None:
-        """The sequence ends."""
+        """Ends the sequence."""
         self.tables.close(sequence.row)
         self.rows.remove(sequence)
 
     def run(self, tokens: list[int], namespace: Namespace = PUBLIC) -> int:
-        """A sequence from start to finish; returns how many of its tokens were cached."""
+        """Runs a sequence from start to finish; returns how many of its tokens were cached."""
         sequence = self.start(tokens, namespace)
         found = sequence.num_computed
         assert self.compute(sequence, len(tokens), trim=False)  # once it is known, as engines do
@@ -172,7 +172,7 @@ class World:
         return found
 
     def pin(self, tokens: list[int], namespace: Namespace, ttl_seconds: float) -> None:
-        """Pins a prefix, where the limit allows it."""
+        """Pins a prefix if the limit allows it."""
         try:
             pin = self.pins.pin(pack(tokens), namespace, ttl_seconds=ttl_seconds)
         except ValueError:
@@ -180,7 +180,7 @@ class World:
         self.pinned.append((pin, namespace, tokens[: pin.num_tokens]))
 
     def end(self) -> None:
-        """Everything ends, and nothing is left."""
+        """Ends everything, and checks that no page is held."""
         for sequence in list(self.rows):
             self.abort(sequence)
         for pin, _, _ in self.pinned:
@@ -206,7 +206,7 @@ class World:
             self.check_reads(sequence)
 
     def check_reads(self, sequence: Row) -> None:
-        """All that a sequence's next token sees is there, and is right."""
+        """Checks that everything a sequence's next token sees is present and correct."""
         n = sequence.num_computed
         values = kv(sequence.namespace, sequence.tokens[:n])
         for g, window in enumerate(self.windows):
@@ -217,7 +217,7 @@ class World:
                 assert self.device[g][page][i % self.P] == values[i]
 
     def longest_stored(self, tokens: list[int], namespace: Namespace) -> int:
-        """Length of the longest prefix that any stored page goes up to, looked for in all."""
+        """Returns the longest prefix with stored pages, by a search of all pages."""
         best = 0
         for other, stored, _ in self.index.stored():
             if other == namespace:

@@ -26,7 +26,7 @@ def draw(rng: random.Random, n: int) -> list[int]:
 
 
 def chat(group: int) -> Requests:
-    """All conversations of a group speak in turn, then those of the next group."""
+    """Yields all turns of the conversations of a group, then those of the next group."""
     rng = random.Random(1)
     systems = [draw(rng, 512) for _ in range(8)]
     for base in range(0, 2_000, group):

@@ -111,7 +111,7 @@ def test_a_trace_of_hashed_blocks_is_expanded_and_what_is_too_long_is_left_out(r
 
 @pytest.mark.parametrize("name", peers_workloads.CAPACITIES)
 def test_requests_are_those_that_the_peers_were_given(name, data):
-    """So that our rows and those of other systems are of the same work."""
+    """So that jaxkv's rows and those of other systems measure the same work."""
     requests, capacity = workloads.stream(name, data / "conversation_trace.jsonl")
     assert capacity == peers_workloads.CAPACITIES[name]
     theirs = peers_workloads.requests(name, data / "conversation_trace.jsonl")

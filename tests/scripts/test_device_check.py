@@ -50,9 +50,7 @@ def ask(report: Report, asked: list[tuple[str, str, str]], worker: str = WORKER)
         run.close()
 
 
-def test_what_hangs_dies_or_is_wrong_costs_its_own_row_and_is_told_before_the_table(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_kernel_that_hangs_dies_or_is_wrong_loses_only_its_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(device_check.SECONDS, "correct", 1.0)
     names = ("right", "hangs", "right", "dies", "wrong", "right")
     report = Report(tmp_path / "check.json")

@@ -136,7 +136,7 @@ def test_a_folder_of_one_study_takes_no_row_of_another(copied, capsys, change, n
     assert line.count(" was ") == 1 and contents(copied / "out") == before
 
 
-def test_rows_that_are_done_are_not_measured_again_however_a_budget_is_written(copied):
+def test_complete_rows_are_not_measured_again_for_any_spelling_of_a_budget(copied):
     def rows() -> dict[Path, int]:
         return {file: file.stat().st_mtime_ns for file in copied.glob("out/*/metrics.json")}
 
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_row_is_one_line_that_names_it(copied, capsys, content
 
 
 def test_each_row_has_a_folder_of_its_own(tmp_path, model):
-    """By everything that tells rows apart: models of one name, budgets that round alike."""
+    """Rows differ also if models have one name, or budgets round to the same number."""
     for name, change in (("a", 1), ("b", 2), ("c", 2)):
         weights = random_weights()
         weights[next(name for name in weights if "mlp" in name)][0, 0] += change
@@ -190,7 +190,7 @@ def test_each_row_has_a_folder_of_its_own(tmp_path, model):
 
 @pytest.mark.parametrize("name", tradeoff.QUICK)
 def test_a_quick_study_keeps_what_is_given(name):
-    """Also where it is the value that a whole study would have."""
+    """This holds also for the default value of a full study."""
     whole = tradeoff.parse(["--text", "t", "--out", "o"])
     quick = tradeoff.parse(["--text", "t", "--out", "o", "--quick"])
     default = getattr(whole, name)
@@ -201,8 +201,8 @@ def test_a_quick_study_keeps_what_is_given(name):
 
 
 @pytest.mark.slow
-def test_a_study_that_is_killed_goes_on_to_the_results_of_one_that_is_not(tmp_path, model, text):
-    """By SIGKILL in the middle of its rows, with a row's file torn on top of it."""
+def test_a_killed_study_continues_to_the_results_of_one_that_is_not_killed(tmp_path, model, text):
+    """The study gets SIGKILL in the middle of its rows, and one row's file is truncated."""
     axes = ["--formats", "f32", "int8", "--methods", "none", "knorm", "keydiff", "random"]
 
     def start(out: Path) -> subprocess.Popen:
@@ -305,7 +305,7 @@ def test_a_model_with_fewer_heads_is_trained_written_and_read(tmp_path, capsys, 
 
 
 def refusal(capsys, main, argv: list[str]) -> str:
-    """The one line that a command is refused with."""
+    """Returns the one line with which a command is refused."""
     capsys.readouterr()
     assert console.run(main, argv) == 2
     printed = capsys.readouterr()
@@ -337,7 +337,7 @@ def trained(tmp_path_factory, model) -> Path:
 def test_a_training_goes_on_by_its_own_model_text_and_options_alone(
     tmp_path, capsys, model, trained, change, named
 ):
-    """Contents, and not names of files: both stand at the paths where the first ones stood."""
+    """Contents decide, not file names: both files are at the paths of the first ones."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "model.gguf"
     shutil.copy(model, path)

@@ -86,7 +86,7 @@ def test_a_wrong_function_is_caught_and_the_case_named(attention, case):
 
 
 def test_the_function_of_the_example_passes():
-    """In the fast cases; the example itself runs all of them."""
+    """This runs only the fast cases; the example itself runs all of them."""
     attention = run_path(str(EXAMPLE))["attention"]
     assert check_attention(attention, takes=few) == list(FEW)
 
