@@ -6,6 +6,8 @@ included, it sees the positions from n - W + 1 on. Pages before the first of the
 except for some sink pages at the beginning of the sequence.
 """
 
+from jaxkv.arith import ceil_div
+
 
 def first_kept_page(num_tokens: int, window: int | None, page_size: int) -> int:
     """Returns the first logical page, sink pages aside, that a sequence still needs.
@@ -26,4 +28,4 @@ def num_kept_pages(num_tokens: int, window: int | None, sink_pages: int, page_si
       sink_pages: first pages of the sequence that are always kept.
     """
     first = first_kept_page(num_tokens, window, page_size)
-    return -(-num_tokens // page_size) - first + min(first, sink_pages)
+    return ceil_div(num_tokens, page_size) - first + min(first, sink_pages)

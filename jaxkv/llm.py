@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -100,7 +101,7 @@ class LLM:
         tokenizer = loaded.tokenizer
         make_decoder = None
         if tokenizer is not None:
-            make_decoder = lambda: StreamDecoder(tokenizer, continues=True)  # noqa: E731
+            make_decoder = partial(StreamDecoder, tokenizer, continues=True)
         return make_engine(loaded.model, EngineConfig(**config), detokenizer=make_decoder)
 
     @property

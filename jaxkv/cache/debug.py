@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxkv.arith import ceil_div
 from jaxkv.cache.spec import CacheSpec
 
 
@@ -52,7 +53,7 @@ def check_tables(
         for b, (row, length, queries) in enumerate(zip(table, lens, query_lens, strict=True)):
             where = f"group {group}, sequence {b}"
             first_query = int(length) - int(queries)
-            num_live = -(-int(length) // spec.page_size)
+            num_live = ceil_div(int(length), spec.page_size)
             if num_live > len(row):
                 raise ValueError(f"{where}: {length} tokens need {num_live} pages, M = {len(row)}")
             first_written = first_query // spec.page_size

@@ -2,6 +2,7 @@
 
 import jax
 
+from jaxkv.arith import round_up
 from pallas_kernels.chips import not_hopper
 from pallas_kernels.pages import Layout
 
@@ -25,4 +26,4 @@ def stored_head_dim(head_dim: int) -> int:
     platform = jax.default_backend()
     if platform == "cpu" or (platform == "gpu" and not_hopper()):
         return head_dim
-    return -(-head_dim // ROW) * ROW
+    return round_up(head_dim, ROW)

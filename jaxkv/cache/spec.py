@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from jaxkv.arith import ceil_div
 from jaxkv.cache.formats import EXACT, KVFormat
 from jaxkv.cache.platform import preferred_layout, stored_head_dim
 from jaxkv.kept_pages import first_kept_page, num_kept_pages
@@ -165,7 +166,7 @@ class CacheSpec:
             counts = (count if most is None else min(count, most) for most in bounds)
             return replace(empty, num_pages=tuple(1 + n for n in counts))
 
-        most = -(-num_tokens // page_size)
+        most = ceil_div(num_tokens, page_size)
         if nbytes is None:
             return with_pages(most)
         sizes = range(1, most + 1)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxkv.arith import ceil_div
+
 MIN_WIDTH = 8  # pages of the narrowest tables
 MAX_SPANS = 16  # most spans of protected tokens
 
@@ -41,7 +43,7 @@ class Row:
         """Returns the row without the columns that no token uses; for host arrays. Widths are
         powers of two, so that few are compiled."""
         M = self.tables.shape[1]
-        used = -(-int(self.num_tokens - self.dropped.min()) // page_size)
+        used = ceil_div(int(self.num_tokens - self.dropped.min()), page_size)
         width = min(M, max(MIN_WIDTH, 1 << (used - 1).bit_length()))
         return dataclasses.replace(self, tables=self.tables[:, :width])
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxkv.arith import ceil_div
 from jaxkv.cache import CacheSpec
 from jaxkv.engine.config import EngineConfig
 from jaxkv.prefix import (
@@ -73,7 +74,7 @@ class HostSide:
             pools,
             P,
             max_sequences=config.max_sequences,
-            max_pages=-(-max_length // P),
+            max_pages=ceil_div(max_length, P),
             windows=windows,
             sink_pages=sink_pages,
             index=index,

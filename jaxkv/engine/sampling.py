@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.arith import ceil_div
 from jaxkv.engine.request import MAX_TOP_LOGPROBS, SamplingParams
 from jaxkv.errors import UsageError
 
@@ -74,7 +75,7 @@ class SeenTokens:
     """
 
     def __init__(self, vocab_size: int, tokens: Iterable[int]):
-        self.bits = np.zeros(-(-vocab_size // 8), np.uint8)
+        self.bits = np.zeros(ceil_div(vocab_size, 8), np.uint8)
         self.add(tokens)
 
     def add(self, tokens: Iterable[int]) -> None:
@@ -97,7 +98,7 @@ class SamplingRows:
 
     def __init__(self, max_sequences: int, vocab_size: int):
         self.controls = np.tile(pack_controls(SamplingParams()), (max_sequences + 1, 1))
-        self._width = -(-vocab_size // 8)
+        self._width = ceil_div(vocab_size, 8)
         self._nothing_seen: dict[int, jax.Array] = {}  # by B; already on the device
 
     def set(self, row: int | None, params: SamplingParams) -> None:

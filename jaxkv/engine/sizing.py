@@ -6,6 +6,7 @@ their sequence runs. `config` has the values that a user may ask for.
 
 from dataclasses import dataclass, replace
 
+from jaxkv.arith import ceil_div, round_up
 from jaxkv.cache import CacheSpec, LayerGroup, choose_formats, format_id
 from jaxkv.compress.compression import kept_layers
 from jaxkv.engine.config import EngineConfig
@@ -33,7 +34,7 @@ def plan_cache(model: DecodeModel, config: EngineConfig) -> CacheSpec:
 
     num_tokens, nbytes = config.pool_tokens, None
     if num_tokens is None:
-        num_tokens = config.max_sequences * -(-_asked_length(model, config) // P) * P
+        num_tokens = config.max_sequences * round_up(_asked_length(model, config), P)
         nbytes = config.pool_bytes
     return CacheSpec.plan(
         layers,
@@ -116,4 +117,4 @@ def _sliding_pages(group: LayerGroup, config: EngineConfig) -> int:
     assert group.window is not None
     lookback = 0 if config.compression is None else config.compression.lookback
     tokens = group.window + lookback + config.token_budget
-    return -(-tokens // config.page_size) + 1 + group.sink_pages
+    return ceil_div(tokens, config.page_size) + 1 + group.sink_pages

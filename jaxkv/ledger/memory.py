@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from jaxkv.arith import ceil_div
 from jaxkv.kept_pages import num_kept_pages
 from jaxkv.kv_format import (
     FORMATS,
@@ -151,7 +152,7 @@ class CacheLedger:
                         f"{state.heads} heads of a state do not split over {self.devices} devices"
                     )
                 whole = STATE_BYTES * state.values + CONV_BYTES * state.conv_values
-                total += -(-whole // self.devices)
+                total += ceil_div(whole, self.devices)
         return total
 
     @property
@@ -275,7 +276,7 @@ def weight_bytes(model: Model, weights: str = "bf16", devices: int = 1) -> int:
       LedgerError: there is no such way to store weights, or no device.
     """
     check_least(1, devices=devices)
-    return _bytes_of(-(-model.parameters // devices), weights)
+    return _bytes_of(ceil_div(model.parameters, devices), weights)
 
 
 def step_weight_bytes(model: Model, weights: str = "bf16", *, batch: int = 1) -> int:

@@ -9,6 +9,7 @@ K and V on the device.
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.arith import ceil_div
 from jaxkv.prefix.index import PrefixIndex
 from jaxkv.prefix.pool import OutOfPages
 from jaxkv.prefix.snapshots import Snapshot, SnapshotKey, Snapshots
@@ -42,7 +43,7 @@ class TokenDropper:
           OutOfPages: a group has too few pages that are free or cached; nothing is changed.
         """
         tables = self._tables
-        counts = {g: -(-length // tables.page_size) for g, length in lens.items()}
+        counts = {g: ceil_div(length, tables.page_size) for g, length in lens.items()}
         for g, count in counts.items():
             self._check_room(row, g, count)
         for g in counts:  # all groups first: a leaf stays while any group's pages of it are held

@@ -6,6 +6,7 @@ This is for tests and for finding a fault; an engine does not run it.
 from collections import Counter
 from collections.abc import Sequence
 
+from jaxkv.arith import ceil_div
 from jaxkv.prefix.index import PrefixIndex
 from jaxkv.prefix.node import TOKEN, Node
 from jaxkv.prefix.snapshots import Snapshot, Snapshots
@@ -65,7 +66,7 @@ def _check_snapshot(index: PrefixIndex, snapshot: Snapshot, indexed: list[Counte
     """Checks a snapshot and counts its pages in each group."""
     n = snapshot.num_tokens
     for g, (ids, length) in enumerate(zip(snapshot.pages, snapshot.lens, strict=True)):
-        if not 0 <= length <= n or len(ids) != -(-length // index.page_size):
+        if not 0 <= length <= n or len(ids) != ceil_div(length, index.page_size):
             raise ValueError(f"snapshot of {n} tokens: {len(ids)} pages for {length} in group {g}")
         if 0 in ids and not index.may_lack(g):
             raise ValueError(f"snapshot of {n} tokens: lacks a page of full group {g}")

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
+from jaxkv.arith import ceil_div
 from jaxkv.prefix.events import Event
 from jaxkv.prefix.eviction import Evictable, EvictionPolicy
 from jaxkv.prefix.index import Match, PrefixIndex
@@ -182,7 +183,7 @@ class SlidingIndex(PrefixIndex):
         """The longest prefix, up to `length`, after which one group has all that it sees."""
         P = self.page_size
         while length:
-            unseen, end = self._unseen(group, length), -(-length // P)
+            unseen, end = self._unseen(group, length), ceil_div(length, P)
             seen = (*range(end - 1, unseen.stop - 1, -1), *range(unseen.start - 1, -1, -1))
             gap = next((k for k in seen if not pages[k]), None)
             if gap is None:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.arith import ceil_div
 from jaxkv.prefix.index import PrefixIndex
 from jaxkv.prefix.node import TOKEN, Namespace
 from jaxkv.prefix.pins import Pins
@@ -152,11 +153,11 @@ class PageTables:
             return
         if num_tokens > self._max_pages * P:
             raise ValueError(
-                f"{num_tokens} tokens need {-(-num_tokens // P)} pages; a table row has "
+                f"{num_tokens} tokens need {ceil_div(num_tokens, P)} pages; a table row has "
                 f"{self._max_pages}"
             )
         gone = self._gone[row]
-        counts = [-(-(num_tokens - gone[g]) // P) - len(ids) for g, ids in enumerate(held)]
+        counts = [ceil_div(num_tokens - gone[g], P) - len(ids) for g, ids in enumerate(held)]
         for g, count in enumerate(counts):
             if count > self.pools[g].num_free:
                 self.make_free(g, count)
@@ -213,7 +214,7 @@ class PageTables:
         held = self.held_by(row)
         if self._index is None or not tokens:
             return
-        end = -(-len(tokens) // (TOKEN * self.page_size))
+        end = ceil_div(len(tokens), TOKEN * self.page_size)
         before = [ids[:end] for ids in held]
         after = self._index.insert(tokens, before, namespace, priority=priority)
         for g, ids in enumerate(after):

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+from jaxkv.arith import ceil_div
 from jaxkv.prefix import Namespace, PagePool, PageTables, PrefixIndex
 from jaxkv.prefix.node import TOKEN
 from jaxkv.replay.errors import ReplayError
@@ -98,7 +99,7 @@ class Radix:
     """
 
     def __init__(self, capacity: int, page_size: int, eviction: str, *, exact: bool):
-        pool = PagePool(-(-capacity // page_size) + 1)
+        pool = PagePool(ceil_div(capacity, page_size) + 1)
         self._clock = 0
         self.index = PrefixIndex(
             [pool], page_size, eviction=eviction, clock=lambda: float(self._clock)
@@ -115,7 +116,7 @@ class Radix:
         freed_before = counters.freed_pages
         tables, P, namespace = self._tables, self._page_size, Namespace()
         computed = (prompt + answer)[:-TOKEN]
-        if -(-len(computed) // (P * TOKEN)) > self._pool.capacity:
+        if ceil_div(len(computed), P * TOKEN) > self._pool.capacity:
             return Served(0, 0, self._pool.num_cached * P, refused=True)
         row = tables.open()
         matched, _ = tables.match(row, prompt[:-TOKEN], namespace)
@@ -145,7 +146,7 @@ class PageHash:
     """
 
     def __init__(self, capacity: int, page_size: int, eviction: str):
-        self.pool = PagePool(-(-capacity // page_size) + 1)
+        self.pool = PagePool(ceil_div(capacity, page_size) + 1)
         self._page_size = page_size
         self._pages: dict[bytes, int] = {}
         self._order: _Order = _Recent() if eviction == "lru" else _Ranked(count=eviction == "lfu")
@@ -157,7 +158,7 @@ class PageHash:
         keys = self._keys(computed)
         whole = (len(prompt) // TOKEN - 1) // P
         found = list(itertools.takewhile(self._pages.__contains__, keys[:whole]))
-        needed = -(-len(computed) // (P * TOKEN)) - len(found)
+        needed = ceil_div(len(computed), P * TOKEN) - len(found)
         if needed > pool.capacity - len(found):
             return Served(0, 0, len(self._pages) * P, refused=True)
         held = [self._pages[key] for key in found]

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
+from jaxkv.arith import round_up
 from jaxkv.prefix.node import TOKEN, common_length
 from jaxkv.replay.caches import Served, check_pages
 
@@ -77,7 +78,7 @@ class Optimum:
         """
         check_pages(capacity, granularity)
         self._grain = granularity
-        self._free = -(-capacity // granularity) * granularity
+        self._free = round_up(capacity, granularity)
         self._capacity = self._free
         self._root = _Run(None, 0, b"")
         # For each request the last run looked up, the last run computed, and the tokens computed.
@@ -107,7 +108,7 @@ class Optimum:
                 break
         path = computed.path()
         # The rest of the last page is allocated while the request runs.
-        tail = -(-length // self._grain) * self._grain - computed.end
+        tail = round_up(length, self._grain) - computed.end
         needed = tail + sum(run.end - run.start - run.resident for run in path)
         for run in path:
             run.coming.popleft()
@@ -130,7 +131,7 @@ class Optimum:
             if run.locked == number:
                 locked.append(entry)
                 continue
-            gone = min(run.resident, -(-(num_tokens - freed) // self._grain) * self._grain)
+            gone = min(run.resident, round_up(num_tokens - freed, self._grain))
             run.resident -= gone
             freed += gone
             if run.resident:

@@ -8,6 +8,7 @@ counts multiply-adds.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from jaxkv.arith import round_up
 from jaxkv.ledger import Model, prefill_macs
 from jaxkv.ledger.compute import generation_macs
 from jaxkv.ledger.shapes import State
@@ -128,7 +129,7 @@ def turns(
         if cache not in CACHES[2:]:
             raise ReplayError(f"{OPTIMUM}: needs a cache that keeps pages, not {cache!r}")
         check_pages(capacity, page_size)
-        slots = -(-capacity // page_size) * page_size
+        slots = round_up(capacity, page_size)
         made: PrefixCache = Optimum(requests, slots, 1 if cache == "token" else page_size)
     else:
         made = make_cache(cache, capacity, page_size, eviction)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxkv.arith import ceil_div
 from jaxkv.prefix import PagePool
 from jaxkv.replay.contiguous import Buddy, FirstFit, MaxLength, Reserving
 from jaxkv.replay.errors import NothingFits, ReplayError
@@ -86,11 +87,11 @@ class Paged:
 
     def fits(self, final: int) -> bool:
         """See Store."""
-        return -(-final // self._page_size) <= self._pool.capacity
+        return ceil_div(final, self._page_size) <= self._pool.capacity
 
     def admit(self, length: int, final: int, running: int) -> Slots | None:
         """See Store."""
-        needed = -(-length // self._page_size)
+        needed = ceil_div(length, self._page_size)
         if needed + running > self._pool.num_free:  # one page per running sequence stays free
             return None
         return Slots(needed * self._page_size, pages=self._pool.acquire(needed))

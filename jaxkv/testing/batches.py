@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxkv.arith import ceil_div
 from jaxkv.testing.layouts import stored
 from pallas_kernels import KeyPart, Layout, Pages
 from pallas_kernels.pages import LAYOUTS
@@ -109,7 +110,7 @@ def place(
     table = rng.choice(garbage, (B, M))
     for b, (keys, values, n) in enumerate(zip(batch.keys, batch.values, batch.q_lens, strict=True)):
         first = 0 if window is None else max(0, len(keys) - n - window + 1)
-        for m in range(first // P, -(-len(keys) // P)):
+        for m in range(first // P, ceil_div(len(keys), P)):
             table[b, m] = page = free.pop()
             tokens = slice(m * P, (m + 1) * P)
             kv[page, : len(keys[tokens]), :, 0] = keys[tokens]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxkv.arith import ceil_div
 from jaxkv.testing.attention import Attention, attend
 from jaxkv.testing.batches import naive_attention, place, random_batch
 from jaxkv.testing.layouts import by_tokens, stored
@@ -120,9 +121,9 @@ def check_attention_over(
         keys=[channels * k for k in batch.keys],
         values=[magnitude * channels * v for v in batch.values],
     )
-    placed = place(batch, P=P, M=-(-longest // P))
+    placed = place(batch, P=P, M=ceil_div(longest, P))
     rows = [
-        row[: -(-n // P)]
+        row[: ceil_div(n, P)]
         for row, n in zip(np.asarray(placed.page_table), placed.kv_lens.tolist(), strict=True)
     ]
     used = np.unique(np.concatenate(rows)).tolist()

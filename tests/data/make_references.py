@@ -1,10 +1,10 @@
 """Make the reference outputs in this folder with Hugging Face transformers.
 
-  python -m venv /tmp/references
-  /tmp/references/bin/pip install torch transformers accelerate gguf sentencepiece
-  /tmp/references/bin/python tests/data/make_references.py tiny
-  /tmp/references/bin/python tests/data/make_references.py smollm2 MODEL.gguf
-  /tmp/references/bin/python tests/data/make_references.py gemma3 MODEL.gguf
+  python -m venv references-env
+  references-env/bin/pip install torch transformers accelerate gguf sentencepiece
+  references-env/bin/python tests/data/make_references.py tiny
+  references-env/bin/python tests/data/make_references.py smollm2 MODEL.gguf
+  references-env/bin/python tests/data/make_references.py gemma3 MODEL.gguf
 
 This script imports nothing of jaxkv, so that the references are independent of it. `tiny` makes one
 model of random weights per family and stores the logits of every token. `smollm2` and `gemma3` take
