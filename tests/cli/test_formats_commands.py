@@ -56,7 +56,7 @@ def test_the_table_has_a_row_for_each_format(capsys, model, text):
         ("calibrate", ["--out", "/no/such/x.json"], "/no/such: no such folder"),
         ("bench", ["--formats", "int3"], "no KV format 'int3'"),
         ("calibrate", ["--out", "/"], "/: is a folder"),
-        ("bench", ["--formats", " "], "--formats has none"),
+        ("bench", ["--formats", " "], "--formats names no format"),
         ("bench", ["--formats", "int8_static"], "needs scales"),
         ("bench", ["--tokens", "9999"], "has fewer than 10001 tokens"),
         ("bench", ["--page-size", "7"], "--page-size must be 8 to 256"),
